@@ -3,14 +3,15 @@
 import re
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from fnmatch import translate
 from typing import Any
 
-from composer_checkpoint._tree import Names, children_of, map_tree
+from composer_checkpoint._tree import map_tree
 
 IgnoreKeys = list[str] | Callable[[dict[str, Any]], None]
 """Patterns such as `'state/model/*'`, or a function that deletes entries from a checkpoint's dict."""
+
+_LEFT_OUT: Any = object()
 
 
 def check_ignore_keys(argument: str, ignore_keys: Any) -> None:
@@ -60,7 +61,26 @@ def glob_filter(exclude_globs: Iterable[str], argument: str = "load_ignore_key")
     patterns = {pattern: re.compile(translate(pattern)) for pattern in exclude_globs}
 
     def delete(content: dict[str, Any]) -> None:
-        found = _prune(content, patterns)
+        found: set[str] = set()
+
+        def prune(path: str, value: Any) -> Any:
+            """Return a copy of a container without the items that are left out."""
+            matching = {pattern for pattern, expression in patterns.items() if path and expression.match(path)}
+            found.update(matching)
+            if matching:
+                return _LEFT_OUT
+            if isinstance(value, dict):
+                for key in [key for key, item in dict.items(value) if item is _LEFT_OUT]:
+                    del value[key]
+            elif isinstance(value, list | tuple) and any(item is _LEFT_OUT for item in value):
+                kept = [item for item in value if item is not _LEFT_OUT]
+                return kept if isinstance(value, list) else tuple(kept)
+            return value
+
+        # After their items, since other patterns may match inside of a container that is left out.
+        left = dict(map_tree(content, prune, inside_out=True))
+        content.clear()
+        content.update(left)
         for pattern in patterns:
             if pattern not in found:
                 warnings.warn(
@@ -71,77 +91,3 @@ def glob_filter(exclude_globs: Iterable[str], argument: str = "load_ignore_key")
                 )
 
     return delete
-
-
-@dataclass(slots=True)
-class _Open:
-    """A container during the traversal."""
-
-    name: str
-    value: Any
-    items: list[tuple[Any, Any]]
-    is_left_out: bool = False
-    kept: list[tuple[Any, Any]] = field(default_factory=list)
-    num_seen: int = 0
-
-    def add(self, item: Any, *, is_left_out: bool) -> None:
-        """Record the result for the next item."""
-        if not is_left_out:
-            self.kept.append((self.items[self.num_seen][0], item))
-        self.num_seen += 1
-
-
-def _prune(content: dict[str, Any], patterns: dict[str, re.Pattern[str]]) -> set[str]:
-    """Delete matching entries from a dict in place, and return the patterns that matched.
-
-    Deleted entries are searched too, since other patterns may match in them. The content may come from a hostile file,
-    so the traversal is iterative, and shared containers are not expanded without limit.
-    """
-    found: set[str] = set()
-    names = Names()
-    entered: dict[int, Any] = {}
-    open_ids = {id(content)}
-    opened = [_Open("", content, children_of(content) or [])]
-    while opened:
-        top = opened[-1]
-        if top.num_seen == len(top.items):
-            opened.pop()
-            open_ids.discard(id(top.value))
-            result = _without_others(top)
-            if opened:
-                opened[-1].add(result, is_left_out=top.is_left_out)
-            continue
-        key, child = top.items[top.num_seen]
-        path = names.join(top.name, key, len(opened))
-        matching = {pattern for pattern, expression in patterns.items() if expression.match(path)}
-        found |= matching
-        items = children_of(child)
-        if items is None or id(child) in open_ids:  # a reference to a container that holds it
-            top.add(child, is_left_out=bool(matching))
-            continue
-        # Counted against a limit: containers that share children could double the work at every level.
-        if id(child) in entered:
-            names.enter_again(path, len(items))
-        # Keeps the container alive, so that its id stays unique.
-        entered[id(child)] = child
-        open_ids.add(id(child))
-        opened.append(_Open(path, child, items, bool(matching)))
-    return found
-
-
-def _without_others(seen: _Open) -> Any:
-    """Reduce a container to the kept items, in place; a changed tuple is replaced by a new one."""
-    value = seen.value
-    if isinstance(value, dict):
-        for key in {key for key, _ in seen.items} - {key for key, _ in seen.kept}:
-            del value[key]
-        value.update(seen.kept)
-        return value
-    remaining = [child for _, child in seen.kept]
-    if isinstance(value, list):
-        value[:] = remaining
-        return value
-    unchanged = len(seen.kept) == len(seen.items) and all(
-        new is old for new, (_, old) in zip(remaining, seen.items, strict=True)
-    )
-    return value if unchanged else tuple(remaining)

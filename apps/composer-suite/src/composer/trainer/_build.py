@@ -144,15 +144,7 @@ class ResolvedArguments:
 
 
 def build(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> Runtime:
-    """Check the arguments, and create all objects that training needs. Every rank must call this.
-
-    Args:
-        given: The arguments of `Trainer(...)`.
-        defaults: The default values of the arguments that have one.
-
-    Raises:
-        RankDisagreementError: If the ranks have different arguments, or only some reject theirs.
-    """
+    """Check the arguments, and create all objects that training needs. Every rank must call this."""
     try:
         arguments = TrainerArguments.of(given, defaults)
         resolved = ResolvedArguments(arguments)
@@ -251,7 +243,6 @@ def take_fit_arguments(runtime: Runtime, asked: FitArguments) -> TrainBatches:
 
 
 def _optimizers_of_fit(runtime: Runtime, asked: FitArguments) -> Sequence[Optimizer]:
-    """Return the optimizers of `fit`, new ones or those of the state."""
     state = runtime.state
     if asked.optimizers is not None:
         optimizers = choose_optimizers(asked.optimizers, runtime.model)
@@ -269,7 +260,6 @@ def _optimizers_of_fit(runtime: Runtime, asked: FitArguments) -> Sequence[Optimi
 def _precision_of_fit(
     runtime: Runtime, asked: FitArguments, optimizers: Sequence[Optimizer]
 ) -> tuple[Precision, GradScaler | None]:
-    """Return the precision of `fit`, and its gradient scaler if it needs one."""
     state, has_own = runtime.state, runtime.strategy.has_own_precision
     precision = state.precision
     if asked.precision is not None:
@@ -286,7 +276,6 @@ def _precision_of_fit(
 
 
 def make_scaler(precision: Precision, device: Device, optimizers: Sequence[Optimizer]) -> GradScaler | None:
-    """Return the gradient scaler for `amp_fp16`, or `None` for other precisions."""
     if precision is not Precision.AMP_FP16:
         return None
     for optimizer in optimizers:
@@ -333,6 +322,7 @@ class Runtime:
         self.state = make_state(arguments, resolved, rank_zero_seed)
         attachments.check_load_path(arguments, self.state)
         self.position = DataPosition.attach(self.state, arguments.spin_dataloaders)
+        self.position.share = strategies.share_of_data(self.strategy)
         self.logger = Logger(self.state, resolved.destinations)
         self.engine = Engine(self.state, self.logger, arguments.algorithm_passes)
         take_signals(self.engine)
@@ -381,7 +371,6 @@ class Runtime:
         strategies.seed_rank(state.rank_zero_seed, self.strategy)
 
     def fit_scaler(self) -> None:
-        """Replace the scaler if the optimizer needs one that supports closures."""
         state = self.state
         # By exact type, so that a scaler class of the user is kept.
         if takes_closure(state.optimizers) and type(state.scaler) in (GradScaler, ShardedGradScaler):
@@ -410,13 +399,11 @@ class Runtime:
         strategies.share_mesh(self.strategy, state)
 
     def set_evaluators(self, evaluators: Sequence[Evaluator]) -> None:
-        """Replace the evaluators."""
         self.state.eval_metrics = {}
         self.add_metrics(evaluators)
         self.state.evaluators = list(evaluators)
 
     def add_metrics(self, evaluators: Iterable[Evaluator]) -> None:
-        """Add copies of the metrics of evaluators to `state.eval_metrics`."""
         for evaluator in evaluators:
             selected = evaluator.select_metrics(metrics_by_name(self.model, is_train=False))
             self.state.eval_metrics[evaluator.label] = copy.deepcopy(selected)
@@ -475,7 +462,6 @@ class Runtime:
             dist.barrier()
 
     def make_loop(self, batches: TrainBatches) -> Loop:
-        """Return the training loop for these batches."""
         state = self.state
         scaler, is_scaled = state.scaler, state.precision is Precision.AMP_FP16 and not self.strategy.has_own_precision
         if is_scaled and (scaler is None or not scaler.is_enabled()):  # removed from the state, or disabled
@@ -524,7 +510,6 @@ class Runtime:
         )
 
     def make_evaluation(self) -> Evaluation:
-        """Return the evaluation, in the current precision."""
         return Evaluation(
             self.state,
             self.engine,
@@ -535,5 +520,4 @@ class Runtime:
         )
 
     def make_prediction(self) -> Prediction:
-        """Return the prediction, in the current precision."""
         return Prediction(self.state, self.engine, self.strategy, make_autocast(self.state, self.strategy))

@@ -108,7 +108,7 @@ class Loop:
                 goes_on = self._goes_on(now=has_evaluated)  # before a save, in which all ranks take part
                 if not goes_on:
                     self._advance_clock()
-                run_event(Event.BATCH_CHECKPOINT)
+                self._run_checkpoint(Event.BATCH_CHECKPOINT)
                 if not goes_on or not self._goes_on_alone():
                     break
                 self.preemption.leave_if_asked()
@@ -124,19 +124,27 @@ class Loop:
                 self.evaluate(Event.EPOCH_END)
                 # Called for its effect: if a rank has stopped, all stop before the save, in which all take part.
                 self._goes_on()
-                run_event(Event.EPOCH_CHECKPOINT)
+                self._run_checkpoint(Event.EPOCH_CHECKPOINT)
                 if self.batches.iteration_is_complete():
                     self._advance(state.timestamp.to_next_iteration())
 
                     run_event(Event.ITERATION_END)
                     self._goes_on()
-                    run_event(Event.ITERATION_CHECKPOINT)
+                    self._run_checkpoint(Event.ITERATION_CHECKPOINT)
 
         # Results of the last batches may still be on the device; an error must come before FIT_END.
         self.train_batch.finish()
         self.report.epoch_and_time()
         run_event(Event.FIT_END)
         self.evaluate(Event.FIT_END)
+
+    def _run_checkpoint(self, event: Event) -> None:
+        """Run an event on which the ranks save together, all with the same duration: a stop counts after it."""
+        if not self.ranks.may_stop:
+            self.engine.run_event(event)
+            return
+        with self.state.stopping_later():
+            self.engine.run_event(event)
 
     def _goes_on(self, *, now: bool = True) -> bool:
         """Return whether to continue. If a rank has been stopped, stop all. Every rank must call this.
