@@ -349,7 +349,9 @@ def _with_todays_names(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _load_by_class(attribute: str) -> Callable[[State, Any], None]:
-    def load(state: State, saved: Mapping[str, Any]) -> None:
+    def load(state: State, saved: Any) -> None:
+        if not isinstance(saved, Mapping):  # pairs of a name and a state, in their order
+            saved = _numbered(cast("Sequence[Sequence[Any]]", saved))
         for name, item in named_by_class(ensure_tuple(getattr(state, attribute))):
             if name in saved:
                 item.load_state_dict(saved[name])
@@ -363,12 +365,6 @@ def _load_timestamp(state: State, saved: Mapping[str, Any]) -> None:
     _load_by_class("timestamp")(state, saved)
     state.timestamp = state.timestamp.copy()  # a new object, so that caches by identity notice the change
     state.stopped_duration = saved.get(STOPPED_KEY)
-
-
-def _load_algorithms(state: State, saved: Any) -> None:
-    if not isinstance(saved, Mapping):
-        saved = _numbered(cast("Sequence[Sequence[Any]]", saved))
-    _load_by_class("algorithms")(state, saved)
 
 
 def _numbered(saved: Sequence[Sequence[Any]]) -> dict[str, Any]:
@@ -388,7 +384,7 @@ def _load_dataset_state(state: State, saved: dict[str, Any] | None) -> None:
 _LOADERS: Mapping[str, Callable[[Any, Any], object]] = {
     "optimizers": lambda state, saved: state.load_optim_state({"optimizers": saved}),
     "schedulers": _load_by_class("schedulers"),
-    "algorithms": _load_algorithms,
+    "algorithms": _load_by_class("algorithms"),
     "callbacks": _load_by_class("callbacks"),
     "scaler": _load_by_class("scaler"),
     "timestamp": _load_timestamp,
