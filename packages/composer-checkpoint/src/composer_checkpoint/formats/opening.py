@@ -1,11 +1,4 @@
-"""Read and write checkpoints of any size tensor by tensor, with one interface for all formats.
-
-- `open_checkpoint`: opens a `.pt`, `.safetensors`, compressed or per-rank file, or a folder of
-  `torch.distributed.checkpoint`, DeepSpeed or Hugging Face, as a tree with a `StoredTensor` in place of each tensor.
-- `stream_pt`, `stream_safetensors`, `stream_sharded`, `stream_local`: write such a tree, with at most one tensor in
-  memory.
-- `refuse_unfit`: raises the errors that writing would raise, without writing.
-"""
+"""Open a checkpoint of any kind, and refuse what a format cannot hold."""
 
 import json
 import os
@@ -20,51 +13,12 @@ from composer_checkpoint.commit import read_pointer
 from composer_checkpoint.errors import CorruptCheckpointError, NoCheckpointError
 from composer_checkpoint.formats.archives import INDEX_SUFFIX, plain_file
 from composer_checkpoint.formats.deepspeed import Weights, find_zero_folder, open_zero_source
-from composer_checkpoint.formats.per_rank import LAYOUT_NAME, check_local, layout_of, open_local_source, stream_local
-from composer_checkpoint.formats.pt import open_pt_source, stream_pt, tensors_to_write
-from composer_checkpoint.formats.safetensors import (
-    check_fit,
-    merge_files,
-    open_safetensors_source,
-    plan_shards,
-    read_index,
-    stream_safetensors,
-    stream_shards,
-)
-from composer_checkpoint.formats.tensor_source import (
-    StoredTensor,
-    TensorSource,
-    aliases_of,
-    as_stored,
-    refuse_quantized,
-    refuse_sparse,
-    tensors_in,
-)
+from composer_checkpoint.formats.per_rank import LAYOUT_NAME, check_local, layout_of, open_local_source
+from composer_checkpoint.formats.pt import open_pt_source, tensors_to_write
+from composer_checkpoint.formats.safetensors import check_fit, merge_files, open_safetensors_source, read_index
+from composer_checkpoint.formats.tensor_source import StoredTensor, TensorSource
 from composer_checkpoint.sharded.load import refuse_unfit_entries
-from composer_checkpoint.sharded.tensors import check_tree, open_sharded_source, stream_sharded
-
-__all__ = [
-    "open_checkpoint",
-    "find_kind",
-    "follow_pointers",
-    "Kind",
-    "Target",
-    "TensorSource",
-    "StoredTensor",
-    "as_stored",
-    "tensors_in",
-    "aliases_of",
-    "refuse_sparse",
-    "refuse_doubled_names",
-    "refuse_quantized",
-    "refuse_unfit",
-    "stream_pt",
-    "stream_safetensors",
-    "plan_shards",
-    "stream_shards",
-    "stream_sharded",
-    "stream_local",
-]
+from composer_checkpoint.sharded.tensors import check_tree, open_sharded_source
 
 Kind = Literal["composer", "pt", "safetensors", "dcp", "local", "deepspeed", "hf", "modular"]
 """Kinds of checkpoints: `'composer'` is a `.pt` file with the key `state`, `'pt'` any other one, and `'modular'` the
@@ -132,7 +86,9 @@ def follow_pointers(path: str | os.PathLike[str]) -> str:
     for _ in range(_MOST_LINKS):
         # On file systems without links, and in copies of a store, a pointer is a small file with its target's name.
         is_pointer = place.endswith(_SYMLINK) or (os.path.islink(place) and not os.path.exists(place))
-        target = read_pointer(place) if is_pointer or _is_small_file(place) else None
+        # Larger files cannot be pointers, see `read_pointer`, so they need not be read.
+        is_small = not os.path.islink(place) and os.path.isfile(place) and os.path.getsize(place) <= 4096
+        target = read_pointer(place) if is_pointer or is_small else None
         if target is None:
             return place
         place = os.fspath(target)
@@ -171,11 +127,6 @@ def find_kind(path: str | os.PathLike[str]) -> Kind:
         f"composer_metadata.json, mp_rank_00_model_states.pt or latest (DeepSpeed), nor {', '.join(_WEIGHTS)} (Hugging "
         f"Face), but {some or 'nothing'}. Name the checkpoint's own folder or file."
     )
-
-
-def _is_small_file(place: str) -> bool:
-    # Larger files cannot be pointers, see `read_pointer`, so they need not be read.
-    return not os.path.islink(place) and os.path.isfile(place) and os.path.getsize(place) <= 4096
 
 
 def _open_file(place: str, record_unknown: bool) -> TensorSource:
@@ -234,8 +185,7 @@ def _open_modular(folder: Path) -> TensorSource:
             state["integrations"] = {"huggingface": metadata["huggingface"]}
     files = {p.relative_to(folder).as_posix(): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
     whole = TensorSource("modular", {"state": state}, sum(files.values()), source.manifest, files=files)
-    whole.on_close(source)  # its tensors are read from the model's source
-    return whole
+    return whole.on_close(source)  # its tensors are read from the model's source
 
 
 def refuse_unfit(
@@ -256,6 +206,7 @@ def refuse_unfit(
         UnsafeCheckpointError: If the tree has anything other than data.
 
     Example:
+        >>> from composer_checkpoint.tensors import as_stored
         >>> refuse_unfit({"w": as_stored(torch.ones(2, dtype=torch.complex128))}, "safetensors", "out.safetensors")
         Traceback (most recent call last):
         TypeError: w is torch.complex128, which safetensors has no form for. Write a .pt file, or leave it out.
