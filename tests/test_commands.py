@@ -47,6 +47,34 @@ def make_resnet():
 """
 
 
+COORD_CHECK = """
+from composer.models import ComposerGPT
+
+def make(width):
+    return ComposerGPT(dict(d_model=width, n_heads=2, n_layers=1, vocab_size=8, max_seq_len=16))
+"""
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_coord_check_prints_and_plots_the_growth_with_the_width(optimizer, tmp_path, monkeypatch, capsys):
+    from composer.cli.optim import main
+
+    (tmp_path / "make_widths.py").write_text(COORD_CHECK)
+    monkeypatch.chdir(tmp_path)
+    arguments = ["coord-check", "make_widths.py:make", "--widths", "32,128", "--optimizer", optimizer]
+    assert main([*arguments, "--plot", "growth.svg"]) == 0
+    with_mup, without = capsys.readouterr().out.strip().split("\n\n")
+    assert with_mup.startswith("MuP(base_width=32)\nlayer ")
+    assert without.startswith("without muP\nlayer ")
+    flat, growing = (float(re.search(r"mlp\.2 +(\S+)", table)[1]) for table in (with_mup, without))
+    assert flat < 0.2 < 0.5 < growing
+    assert "without muP" in (tmp_path / "growth.svg").read_text()
+
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main([*arguments, "--plot", "growth.svg"]) == 2
+    assert "--plot needs matplotlib. Run `pip install matplotlib`." in capsys.readouterr().err
+
+
 def estimate(tmp_path, monkeypatch, arguments):
     from composer_fsdp.cli import main
 

@@ -2,19 +2,21 @@
 
 import copy
 import gc
+import io
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader, TensorDataset
 
 from composer import algorithms, callbacks, loggers
 from composer.algorithms import GradientClipping
 from composer.core import Callback, Evaluator
-from composer.models import HuggingFaceModel
+from composer.models import ComposerClassifier, HuggingFaceModel
 from composer_checkpoint import load_file
 from composer_dist import DeviceCPU
 from composer_dist.testing import SimulatedAccelerator, run_ranks
@@ -47,6 +49,18 @@ def trained(subjects, device, kind="plain", num_batches=4, optimizer=None, algor
         model, batches = subjects.make_network(dropout=0.1), subjects.make_batches(num_batches)
     elif kind == "images":
         model, batches = subjects.make_convolutional(16), subjects.make_images(num_batches, 16, 16)
+    elif kind == "classifier":
+        model, batches = (
+            ComposerClassifier(subjects.make_network(dropout=0.1), num_classes=10),
+            subjects.make_batches(1),
+        )
+        loaders = [DataLoader(TensorDataset(*subjects.make_batches(1, 32 * num)[0]), 32) for num in (num_batches, 1)]
+        evaluator = Evaluator(label="eval", dataloader=loaders[1], device_eval_microbatch_size=32)
+        settings |= {"train_dataloader": loaders[0], "eval_dataloader": evaluator, "eval_interval": "1ba"}
+    elif kind == "transformers":
+        model, batches = make_writer(), subjects.make_sentences(num_batches, 4)
+        # Adam would enlarge the rounding of gradients that are zero in exact arithmetic.
+        settings["optimizers"] = torch.optim.SGD(model.parameters(), lr=0.1)
     else:
         model, batches = subjects.make_gpt(), subjects.make_sentences(num_batches, 4)
     if optimizer is not None:
@@ -57,6 +71,15 @@ def trained(subjects, device, kind="plain", num_batches=4, optimizer=None, algor
     with sdpa_kernel(SDPBackend.MATH), subjects.make_trainer(model, batches, device, **settings) as trainer:
         trainer.fit()
         return {name: value.cpu() for name, value in trainer.state.model.state_dict().items()}
+
+
+def make_writer():
+    """Return a GPT-2 that generates words w0 to w127."""
+    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    words = tokenizers.models.WordLevel({f"w{number}": number for number in range(128)}, unk_token="w0")
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(words), eos_token="w1")
+    config = transformers.GPT2Config(vocab_size=128, n_embd=32, n_layer=1, n_head=2, n_positions=64, eos_token_id=1)
+    return HuggingFaceModel(transformers.GPT2LMHeadModel(config), tokenizer=tokenizer)
 
 
 def assert_same(found, expected):
@@ -199,32 +222,70 @@ def test_buffers_are_copied_by_lists_of_one_dtype(cases, accelerator, monkeypatc
 CALLBACKS = {
     "ActivationMonitor": lambda folder: callbacks.ActivationMonitor(interval="10ba"),
     "CheckpointSaver": lambda folder: callbacks.CheckpointSaver(str(folder), save_interval="2ba"),
+    "EarlyStopper": lambda folder: callbacks.EarlyStopper("MulticlassAccuracy", "train", patience="0ba"),
     "ExportForInferenceCallback": lambda folder: callbacks.ExportForInferenceCallback(
         "export", str(folder / "model.pt2")
     ),
     "FreeOutputs": lambda folder: callbacks.FreeOutputs(),
+    "Generate": lambda folder: callbacks.Generate(["w3", "w5"], "2ba", max_new_tokens=4, do_sample=True),
+    "HuggingFaceCheckpointer": lambda folder: callbacks.HuggingFaceCheckpointer(str(folder), "2ba"),
     "ImageVisualizer": lambda folder: callbacks.ImageVisualizer(interval="2ba"),
     "LRMonitor": lambda folder: callbacks.LRMonitor(),
+    "LoadCheckpoint": lambda folder: callbacks.LoadCheckpoint(str(folder / "first.pt"), load_weights_only=True),
+    "MLPerfCallback": lambda folder: callbacks.MLPerfCallback(
+        str(folder), 0, target=0.0, exit_at_target=True, cache_clear_cmd="true"
+    ),
     "MemoryMonitor": lambda folder: callbacks.MemoryMonitor(),
+    "MemorySnapshot": lambda folder: callbacks.MemorySnapshot(folder=str(folder)),
     "NaNMonitor": lambda folder: callbacks.NaNMonitor(),
+    "OOMObserver": lambda folder: callbacks.OOMObserver(folder=str(folder)),
     "OptimizerMonitor": lambda folder: callbacks.OptimizerMonitor(),
     "RuntimeEstimator": lambda folder: callbacks.RuntimeEstimator(),
     "SpeedMonitor": lambda folder: callbacks.SpeedMonitor(window_size=2),
+    "SyncMonitor": lambda folder: callbacks.SyncMonitor(),
     "SystemMetricsMonitor": lambda folder: callbacks.SystemMetricsMonitor(),
+    "ThresholdStopper": lambda folder: callbacks.ThresholdStopper("MulticlassAccuracy", "eval", 0.0),
     "ConsoleLogger": lambda folder: loggers.ConsoleLogger(log_interval="1ba"),
     "FileLogger": lambda folder: loggers.FileLogger(filename=str(folder / "log.txt")),
     "InMemoryLogger": lambda folder: loggers.InMemoryLogger(),
+    "MLFlowLogger": lambda folder: loggers.MLFlowLogger(tracking_uri=(folder / "runs").as_uri()),
+    "ProgressBarLogger": lambda folder: loggers.ProgressBarLogger(stream=io.StringIO()),
+    "RemoteUploaderDownloader": lambda folder: loggers.RemoteUploaderDownloader(folder.as_uri()),
     "TensorboardLogger": lambda folder: loggers.TensorboardLogger(log_dir=str(folder)),
 }
+KINDS = {
+    "Generate": "transformers",
+    "HuggingFaceCheckpointer": "transformers",
+    "ImageVisualizer": "images",
+    **dict.fromkeys(("EarlyStopper", "MLPerfCallback", "ThresholdStopper"), "classifier"),
+}
+ACTING = ("EarlyStopper", "LoadCheckpoint", "MLPerfCallback", "ThresholdStopper")
+# They send what the outbox of MLFlowLogger sends, to services.
+ALIKE = ("CometMLLogger", "MosaicMLLogger", "NeptuneLogger", "SlackLogger", "WandBLogger")
+
+
+def test_every_callback_and_logger_is_in_the_matrix():
+    bases = {"Logger", "LoggerDestination"}
+    assert {*callbacks.__all__, *loggers.__all__} - bases - {*ALIKE} == {*CALLBACKS}
 
 
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")  # torch.export of torch 2.11
+@pytest.mark.filterwarnings("ignore:.* only works on CUDA devices:UserWarning")
 @pytest.mark.parametrize("name", CALLBACKS)
-def test_no_callback_or_logger_changes_the_weights(cases, accelerator, tmp_path, name):
+def test_a_callback_or_logger_does_on_the_device_what_it_does_on_the_cpu(cases, accelerator, tmp_path, name):
     subjects, _, _ = cases
-    kind = "images" if name == "ImageVisualizer" else "plain"
-    found = trained(subjects, accelerator, kind, callbacks=CALLBACKS[name](tmp_path))
-    assert_same(found, trained(subjects, "cpu", kind))
+    results = []
+    for device in (accelerator, "cpu"):
+        folder = tmp_path / str(len(results))
+        if name == "LoadCheckpoint":
+            trained(
+                subjects, "cpu", num_batches=1, save_folder=str(folder), save_filename="first.pt", save_overwrite=True
+            )
+        folder.mkdir(exist_ok=True)
+        acts = device is accelerator or name in ACTING  # others do not change the weights
+        made = [CALLBACKS[name](folder)] if acts else []
+        results.append(trained(subjects, device, KINDS.get(name, "plain"), callbacks=made))
+    assert_same(*results)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of peft
@@ -251,7 +312,7 @@ def test_a_model_of_transformers_ends_with_the_weights_of_the_cpu(cases, acceler
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning", "ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")  # torch.export of torch 2.11
-@pytest.mark.parametrize("save_format", ["torchscript", "export"])
+@pytest.mark.parametrize("save_format", ["torchscript", "export", "onnx"])
 def test_a_model_is_exported_for_the_cpu(cases, accelerator, tmp_path, save_format):
     subjects, _, _ = cases
     (batch,) = subjects.make_batches(1)
@@ -260,6 +321,12 @@ def test_a_model_is_exported_for_the_cpu(cases, accelerator, tmp_path, save_form
         trainer.fit()
         trainer.export_for_inference(save_format, path, sample_input=batch)
         (expected,) = trainer.predict([batch])
+    if save_format == "onnx":
+        import onnx.reference
+
+        (found,) = onnx.reference.ReferenceEvaluator(path).run(None, {"input": batch[0].numpy()})
+        torch.testing.assert_close(torch.from_numpy(found), expected.cpu())
+        return
     exported = torch.jit.load(path) if save_format == "torchscript" else torch.export.load(path).module()
     torch.testing.assert_close(exported(batch), expected.cpu(), rtol=0, atol=0)
 
@@ -415,11 +482,13 @@ def test_every_row_without_several_ranks_is_counted(cases):
 
 
 FSDP = {"parallelism_config": {"fsdp": {}}}
+SPLIT = {"model.blocks.*.mlp.0": ColwiseParallel(), "model.blocks.*.mlp.2": RowwiseParallel()}
 ON_RANKS = {
     "DDP": {"device_train_microbatch_size": 4},
     "FSDP": FSDP,
     "FSDP, clipping": {**FSDP, "device_train_microbatch_size": 4, "algorithms": GradientClipping("norm", 0.1)},
     "FSDP, offloaded": {"parallelism_config": {"fsdp": {"cpu_offload": True}}},
+    "FSDP, TP": {"parallelism_config": {"fsdp": {}, "tp": {"tensor_parallel_degree": 2, "layer_plan": SPLIT}}},
 }
 ROWS_ON_RANKS = [
     "AdamW",
@@ -431,6 +500,13 @@ ROWS_ON_RANKS = [
     "GPT, FSDP, amp_fp16",
     "clipping by norm, FSDP",
 ]
+
+
+class LargeScale(Callback):
+    """Makes the first steps in float16 overflow."""
+
+    def fit_start(self, state, logger):
+        state.scaler.load_state_dict({**state.scaler.state_dict(), "scale": 2.0**40})
 
 
 def weights_on_a_rank(device, settings):
@@ -449,18 +525,34 @@ def weights_on_a_rank(device, settings):
         return {name: value.cpu() for name, value in weights.items()}
 
 
-def compare_on_a_rank(tools):
+def distance(found, expected):
+    return max((found[name] - value).abs().max().item() for name, value in expected.items())
+
+
+def compare_on_a_rank(tools, folder):
     """Return how far the weights of each kind of training are from the CPU's, and where its steps wait."""
     sys.path.insert(0, tools)
     from gpu_cases import waits
 
     waits.WARM_UP, waits.COUNTED = 4, 2
     distances, lines = {}, {}
+    sharded = {"parallelism_config": {"fsdp": {"state_dict_type": "sharded"}}}
+    saving = {**sharded, "save_interval": "2ba", "save_async": True}
+    resuming = {**sharded, "load_path": f"{folder}/cpu/ep0-ba2"}
+    overflowing = {"precision": "amp_fp16", "callbacks": LargeScale()}
     for name, settings in ON_RANKS.items():
         expected = weights_on_a_rank("cpu", settings)
         with SimulatedAccelerator(shares_cpu_generator=True) as accelerator:
-            found = weights_on_a_rank(accelerator, settings)
-        distances[name] = max((found[key] - value).abs().max().item() for key, value in expected.items())
+            distances[name] = distance(weights_on_a_rank(accelerator, settings), expected)
+    expected = weights_on_a_rank("cpu", {**saving, "save_folder": f"{folder}/cpu"})
+    with SimulatedAccelerator(shares_cpu_generator=True) as accelerator:
+        distances["saved"] = distance(weights_on_a_rank(accelerator, {**saving, "save_folder": folder}), expected)
+        distances["resumed from the CPU"] = distance(weights_on_a_rank(accelerator, resuming), expected)
+        overflown = weights_on_a_rank(accelerator, {**FSDP, **overflowing})
+        offloaded = weights_on_a_rank(accelerator, {**ON_RANKS["FSDP, offloaded"], **overflowing})
+        distances["offloaded, with overflows"] = distance(offloaded, overflown)
+    resuming["load_path"] = f"{folder}/ep0-ba2"
+    distances["resumed on the CPU"] = distance(weights_on_a_rank("cpu", resuming), expected)
     rows = waits.make_rows()
     for row in ROWS_ON_RANKS:
         with SimulatedAccelerator() as accelerator:
@@ -470,8 +562,9 @@ def compare_on_a_rank(tools):
 
 @pytest.mark.slow
 def test_ranks_end_with_the_weights_of_the_cpu_and_their_steps_never_wait(root, tmp_path):
-    for distances, lines in run_ranks(compare_on_a_rank, str(root / "tools"), store=tmp_path / "store", timeout_s=480):
-        assert distances == dict.fromkeys(ON_RANKS, 0.0)
+    folders = str(root / "tools"), str(tmp_path / "saved")
+    for distances, lines in run_ranks(compare_on_a_rank, *folders, store=tmp_path / "store", timeout_s=480):
+        assert distances == dict.fromkeys(distances, 0.0)
         assert not any(lines.values()), lines
 
 

@@ -101,6 +101,7 @@ STOPS = [
     (Event.BATCH_END, 3, 3),
     (Event.EVAL_END, 1, 1),
     (Event.EPOCH_END, 3, 3),
+    (Event.EPOCH_CHECKPOINT, 3, 3),
 ]
 RANKS = [(0,), (1,), (0, 1)]
 
@@ -116,14 +117,12 @@ def train_until_ranks_stop(folder):
                 callbacks=Stops(event, batch, ranks),
                 eval_dataloader=Evaluator(label="eval", dataloader=[BATCH], device_eval_microbatch_size=4),
                 eval_interval="1ba" if event is Event.EVAL_END else "10ep",
-                # A saver after the callback would take the stop of a rank for the end of training.
-                save_folder=None if event is Event.BATCH_CHECKPOINT else str(saved),
+                save_folder=str(saved),
                 save_interval="10ep",
             ) as trainer:
                 trainer.fit()
             stops.append((trainer.state.timestamp.num_batches, trainer.state.stopped_duration))
-            if event is not Event.BATCH_CHECKPOINT:
-                assert len(list(saved.glob("ep*-rank0.pt"))) == 1, list(saved.iterdir())
+            assert len(list(saved.glob("ep*-rank0.pt"))) == 1, list(saved.iterdir())
     with make_trainer(algorithms=StopByAlgorithm()) as trainer:
         trainer.fit()
     return [*stops, trainer.state.timestamp.num_batches]

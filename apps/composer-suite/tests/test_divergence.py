@@ -698,7 +698,7 @@ def reference_that_drops(batches, device, make_optimizer):
 MAKERS = {
     "SGD": lambda network: (optimizer_for(network), None),
     "SAM": lambda network: (optimizer_for(network), SAM()),
-    "LBFGS": lambda network: (torch.optim.LBFGS(network.parameters(), lr=0.1), None),
+    "LBFGS": lambda network: (torch.optim.LBFGS(network.parameters(), lr=0.1, max_iter=3), None),
     "EMA": lambda network: (optimizer_for(network), EMA(half_life="2ba")),
 }
 

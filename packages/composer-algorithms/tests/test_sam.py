@@ -71,13 +71,28 @@ def test_between_the_intervals_steps_are_the_base_optimizers():
     assert optimizer.global_step == 6
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_weights_come_back_bit_for_bit(dtype):
-    model, x, y = problem(dtype)
+class Widen(nn.Module):
+    def forward(self, x):
+        return x.double()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, None], ids=["float32", "bfloat16", "mixed"])
+def test_the_weights_come_back_bit_for_bit(dtype, monkeypatch):
+    copy_, kinds = torch._foreach_copy_, []
+
+    def copy_and_note(to, source):
+        kinds.append({tensor.dtype for tensor in to})
+        return copy_(to, source)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", copy_and_note)
+    model, x, y = problem(dtype or torch.float32)
+    if dtype is None:
+        model, y = nn.Sequential(model[:2], Widen(), model[2].double()), y.double()
     optimizer = SAMOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), rho=3.0)
     before = copy.deepcopy(model.state_dict())
     optimizer.step(make_closure(model, optimizer, x, y))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert [len(kind) for kind in kinds] == [1] * (2 if dtype is None else 1), "a GPU copies mixed lists one by one"
 
 
 def test_the_weights_come_back_when_the_second_call_fails():

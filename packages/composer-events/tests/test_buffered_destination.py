@@ -224,6 +224,25 @@ def test_what_is_logged_lazily_is_computed_at_once_where_somebody_takes_it_at_on
     assert divide.asked == [3]
 
 
+class OnlyLatest(Late):
+    takes_latest = True
+
+
+@pytest.mark.parametrize(("others", "expected"), [((), [5, 8]), ((Late(),), [3, 2, 5, 8])])
+def test_what_is_logged_lazily_in_several_batches_is_computed_for_the_last_where_only_that_counts(others, expected):
+    late, divide, state = OnlyLatest(), Division(), SimpleNamespace(timestamp=Timestamp(batch=3))
+    logger = Logger(state, [late, *others])
+    log_lazily(state, logger, divide, 6, 2)
+    log_lazily(state, logger, divide, 6, 3)
+    logger.log_metrics({"loss": 0.5})
+    state.timestamp = Timestamp(batch=9)
+    log_lazily(state, logger, divide, 10, 2)
+    log_lazily(state, logger, divide, 16, 2)
+    late.catch_up()
+    assert [metrics["speed"] for metrics in late.metrics if "speed" in metrics] == expected
+    assert {"loss": 0.5} in late.metrics
+
+
 class OwnLogger(Logger):
     def log_metrics(self, metrics, step=None):
         super().log_metrics({f"own/{name}": value for name, value in metrics.items()}, step)

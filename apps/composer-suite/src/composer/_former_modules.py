@@ -91,11 +91,7 @@ class FormerModules:
     def find_spec(
         cls, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find a module that has moved.
-
-        Raises:
-            ModuleNotFoundError: If a removed module is imported. `importlib.util.find_spec` gets `None`.
-        """
+        """Find a module that has moved."""
         if not name.startswith("composer."):
             return None
         if name in _MOVED:

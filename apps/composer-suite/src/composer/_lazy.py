@@ -82,7 +82,6 @@ def lazy_face(
 
 
 def _own_names(module: ModuleType) -> dict[str, object]:
-    """Return the names that a module has already loaded."""
     # Through the descriptor, since `module.__dict__` is the property above, which loads all names.
     return vars(ModuleType)["__dict__"].__get__(module)
 
@@ -92,10 +91,6 @@ def replace_module(alias: str, target: str) -> None:
 
     For modules that users patch, so that a patch of either module affects both. The import system returns the entry in
     `sys.modules` after the module's code has run.
-
-    Args:
-        alias: The calling module's own `__name__`.
-        target: The module that replaces it.
     """
     sys.modules[alias] = import_module(target)
 
@@ -104,11 +99,6 @@ def share_patches(face: str, owner: str, names: Iterable[str]) -> None:
     """Forward assignments to some names of a module to the module that uses them.
 
     For names that users patch in a module with other names, which `replace_module` cannot replace as a whole.
-
-    Args:
-        face: The calling module's own `__name__`. It already has the names.
-        owner: The module that looks up the names when it uses them.
-        names: The names.
     """
     target, shared = import_module(owner), frozenset(names)
 

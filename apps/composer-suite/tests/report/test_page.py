@@ -16,7 +16,8 @@ def write_run(folder, name, *, offset=0.0, status="finished", error=None):
     metrics = [
         {"batch": n, "epoch": n // 10, "sample": 8 * n, "token": 0, "time_s": 0.5 * n,
          "metrics": {"loss/train/total": "nan" if n == 7 else 2.0 / (n + 1) + offset, f"own/{EVIL}": n,
-                     "metrics/train/Accuracy": n / 40, "metrics/eval/Accuracy": n / 50, "lr-SGD/group0": 0.1}}
+                     "metrics/train/Accuracy": n / 40, "metrics/eval/Accuracy": n / 50, "lr-SGD/group0": 0.1,
+                     "schedule/MixUp.alpha": n / 60}}
         for n in range(40)
     ]  # fmt: skip
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
@@ -107,11 +108,17 @@ def test_evaluations_and_schedules_are_never_smoothed(page, browser):
     browser.open(page)
     browser.run("const s = document.getElementById('smoothing'); s.value = 0.9; s.dispatchEvent(new Event('input'))")
     browser.wait_until(f"{CHART}?.drawn?.lines.some(line => line.isRaw)")
-    for chart, smoothed in (("metrics/Accuracy", ["second train"]), ("lr-SGD/group0", [])):
+    for chart, smoothed in (
+        ("metrics/Accuracy", ["second train"]),
+        ("lr-SGD/group0", []),
+        ("schedule/MixUp.alpha", []),
+    ):
         node = f"document.querySelector('[data-chart=\"{chart}\"]')"
         browser.run(f"{node}.scrollIntoView()")
         browser.wait_until(f"{node}.drawn")
         assert browser.run(f"{node}.drawn.lines.filter(line => line.isRaw).map(line => line.name)")[1:] == smoothed
+    sections = browser.run("[...document.querySelectorAll('h2')].map(title => title.textContent)")
+    assert sections[sections.index("Learning rate") + 1] == "Schedules"
     evaluated = "document.querySelector('[data-chart=\"metrics/Accuracy\"]').drawn.lines"
     evaluated += ".find(line => line.name === 'second eval').y"
     assert browser.run(evaluated) == pytest.approx([n / 50 for n in range(40)])

@@ -13,7 +13,7 @@ from composer.algorithms import EMA, SWA, LabelSmoothing, LowPrecisionLayerNorm,
 from composer.callbacks import LRMonitor
 from composer.core import Algorithm, Evaluator, Time
 from composer.models import ComposerModel
-from composer.optim import ConstantScheduler, LinearScheduler
+from composer.optim import ConstantScheduler, LinearScheduler, Schedule
 from composer.report import RunRecorder, read_run
 from composer.report._settings import fit_settings, script_facts, typed_settings
 from composer.report.runs import describe_runs
@@ -78,7 +78,7 @@ def test_the_record_says_what_was_trained_on_what_and_how(tmp_path):
         "run",
         model=model,
         optimizers=torch.optim.SGD([frozen.weight], lr=0.1),
-        schedulers=[LinearScheduler(alpha_f=0.5), ConstantScheduler()],
+        schedulers=[LinearScheduler(alpha_f=0.5), ConstantScheduler(), Schedule("MixUp.alpha", ConstantScheduler(0.5))],
         eval_dataloader=Evaluator(label="held_out", dataloader=torch.utils.data.DataLoader(data, batch_size=8)),
         callbacks=[LRMonitor()],
     )
@@ -99,6 +99,10 @@ WANTED = {
     "scheduler": "LinearScheduler",
     "scheduler/alpha_f": 0.5,
     "scheduler-2": "ConstantScheduler",
+    "scheduler-3": "Schedule",
+    "scheduler-3/target": "MixUp.alpha",
+    "scheduler-3/curve": "ConstantScheduler",
+    "scheduler-3/curve/alpha": 0.5,
     "algorithms": "MixUp, EMA",
     "callbacks": "LRMonitor",
     "loggers": "RunRecorder",

@@ -199,8 +199,8 @@ class SAMOptimizer(Optimizer):
             with torch.enable_grad():
                 is_finite = second() is not None
         finally:  # an error in the closure, such as out of memory, must not leave the weights moved
-            if parameters:
-                torch._foreach_copy_(parameters, weights)  # pyright: ignore[reportPrivateImportUsage]  # it has no public name
+            for moved, kept in _by_kind(zip(parameters, weights, strict=True)):
+                torch._foreach_copy_(moved, kept)  # pyright: ignore[reportPrivateImportUsage]  # it has no public name
         return loss, is_finite
 
     def _ascend(self) -> None:
@@ -211,15 +211,20 @@ class SAMOptimizer(Optimizer):
         for group in self.param_groups:
             scale = group["rho"] / (norm + group["epsilon"])
             pairs = [(local_part(p), local_part(p.grad)) for p in group["params"] if p.grad is not None]
-            # torch's multi-tensor functions are fast only if all tensors are on one device.
-            by_device: defaultdict[torch.device, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
-            for parameter, gradient in pairs:
-                by_device[parameter.device][0].append(parameter)
-                by_device[parameter.device][1].append(gradient)
-            for device, (parameters, steps) in by_device.items():
+            for parameters, steps in _by_kind(pairs):
                 # The gradients may be overwritten, since the second call of the closure computes new ones.
-                torch._foreach_mul_(steps, scale.to(device))  # pyright: ignore[reportPrivateImportUsage]  # it has no public name
+                torch._foreach_mul_(steps, scale.to(steps[0].device))  # pyright: ignore[reportPrivateImportUsage]  # it has no public name
                 torch._foreach_add_(parameters, steps)  # pyright: ignore[reportPrivateImportUsage]  # it has no public name
+
+
+def _by_kind(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterable[tuple[list[Tensor], list[Tensor]]]:
+    """Group pairs, as torch's multi-tensor functions are fast only if all tensors have one device and dtype."""
+    groups: defaultdict[object, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
+    for one, other in pairs:
+        ones, others = groups[one.device, one.dtype]
+        ones.append(one)
+        others.append(other)
+    return groups.values()
 
 
 class SAM(Method):

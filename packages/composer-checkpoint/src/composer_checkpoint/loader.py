@@ -456,9 +456,12 @@ def _leave_epoch_of_other_batches(state: State, saved: dict[str, Any]) -> None:
     if not isinstance(metadata, dict) or not isinstance(batch_size, int) or state.timestamp.batch_in_epoch == 0:
         return
     saved_size, saved_ranks = metadata.get("train_dataloader_batch_size"), metadata.get("world_size")
+    saved_ranks = metadata.get("num_data_shares", saved_ranks)  # fewer if ranks split tensors
+    position = DataPosition.of(state)
+    num_shares = dist.get_world_size() if position is None else position.num_shares
     if not isinstance(saved_size, int) or not isinstance(saved_ranks, int):
         return
-    before, now = saved_size * saved_ranks, batch_size * dist.get_world_size()
+    before, now = saved_size * saved_ranks, batch_size * num_shares
     if before != now:
         leave_epoch(state, saved.get("dataset_state"))
         warnings.warn(

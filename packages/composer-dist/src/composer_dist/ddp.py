@@ -421,23 +421,25 @@ def start_gather(
     gathered: list[torch.Tensor] = [tensor[None] for tensor in tensors]  # each is replaced below
     works: list[Any] = []
     for device in dict.fromkeys(tensor.device for tensor in tensors):
-        # The largest elements first, so that each tensor is aligned.
-        places = sorted(
-            (place for place, tensor in enumerate(tensors) if tensor.device == device),
-            key=lambda place: -tensors[place].element_size(),
-        )
-        parts = [tensors[place].detach().reshape(-1).view(torch.uint8) for place in places]
-        sizes = [part.numel() for part in parts]
-        flat = torch.cat([*parts, parts[0].new_empty(-sum(sizes) % _ALIGNMENT)])
+        # The largest elements first, so that those of each dtype are aligned.
+        dtypes = {tensor.dtype for tensor in tensors if tensor.device == device}
+        groups = [
+            [place for place, tensor in enumerate(tensors) if tensor.device == device and tensor.dtype == dtype]
+            for dtype in sorted(dtypes, key=lambda dtype: (-dtype.itemsize, str(dtype)))
+        ]
+        parts = [torch.cat([tensors[place].detach().reshape(-1) for place in places]) for places in groups]
+        in_bytes = [part.view(torch.uint8) for part in parts]
+        sizes = [part.numel() for part in in_bytes]
+        flat = torch.cat([*in_bytes, in_bytes[0].new_empty(-sum(sizes) % _ALIGNMENT)])
         whole = flat.new_empty(tdist.get_world_size(group) * flat.numel())
         own_group = group_for(flat, group)
         works.append(tdist.all_gather_into_tensor(whole, flat, group=own_group, async_op=True))
         rows = whole.view(-1, flat.numel())[:, : sum(sizes)]
-        for place, columns in zip(places, rows.split(sizes, dim=1), strict=True):
-            tensor = tensors[place]
-            gathered[place] = columns.view(tensor.dtype).unflatten(1, tensor.shape or (1,))
-            if tensor.ndim == 0:
-                gathered[place] = gathered[place][:, 0]
+        for places, part, columns in zip(groups, parts, rows.split(sizes, dim=1), strict=True):
+            shapes = [tensors[place].shape for place in places]
+            of_all = columns.view(part.dtype).split([shape.numel() for shape in shapes], dim=1)
+            for place, shape, values in zip(places, shapes, of_all, strict=True):
+                gathered[place] = values.unflatten(1, shape) if len(shape) > 1 else values if shape else values[:, 0]
 
     def finish() -> list[torch.Tensor]:
         for work in works:

@@ -117,7 +117,14 @@ class DeepSpeed:
                 shapes of parameters that the engine flattens.
         """
         optimizer = _the_one(optimizers)
-        self._check_shapes_are_kept(optimizer)
+        stage = self._config.get("zero_optimization", {}).get("stage", 0)
+        half = [name for name in ("fp16", "bf16") if self._config.get(name, {}).get("enabled", False)]
+        if (stage or half) and getattr(optimizer, "uses_matrix_shapes", False):
+            raise ValueError(
+                f"{type(optimizer).__name__} needs the parameters as matrices, and DeepSpeed gives the optimizer flat "
+                f"parts of all of them (ZeRO stage {stage}{f', {half[0]}' if half else ''}). Train with "
+                "parallelism_config={'fsdp2': {}} instead of DeepSpeed, or use AdamW."
+            )
         deepspeed = _start(self.device)
         # Recorded now, since the engine flattens the parameters.
         self._parameters = [list(group["params"]) for group in optimizer.param_groups]
@@ -130,16 +137,6 @@ class DeepSpeed:
             self._unused = UnusedParameters(self._engine, [each for group in self._parameters for each in group])
         _destroy_group_at_exit()
         return self._engine, [wrapped]
-
-    def _check_shapes_are_kept(self, optimizer: Optimizer) -> None:
-        stage = self._config.get("zero_optimization", {}).get("stage", 0)
-        half = [name for name in ("fp16", "bf16") if self._config.get(name, {}).get("enabled", False)]
-        if (stage or half) and getattr(optimizer, "uses_matrix_shapes", False):
-            raise ValueError(
-                f"{type(optimizer).__name__} needs the parameters as matrices, and DeepSpeed gives the optimizer flat "
-                f"parts of all of them (ZeRO stage {stage}{f', {half[0]}' if half else ''}). Train with "
-                "parallelism_config={'fsdp2': {}} instead of DeepSpeed, or use AdamW."
-            )
 
     def prepare_batch(self, batch: Any) -> Any:
         """Return the batch with its float32 tensors in the engine's dtype."""
@@ -343,11 +340,7 @@ _TO_FILL = "auto"  # the placeholder in configurations written for other trainer
 def check_deepspeed_fits(
     *, parallelism_config: object, has_train_dataloader: bool, callbacks: Iterable[object] = ()
 ) -> None:
-    """Validate that nothing else contradicts a DeepSpeed configuration.
-
-    Raises:
-        ValueError: If one of them is incompatible with DeepSpeed.
-    """
+    """Validate that nothing else contradicts a DeepSpeed configuration."""
     if parallelism_config is not None:
         raise ValueError(
             "deepspeed_config and parallelism_config (or fsdp_config) were both given, and both configure the sharding "
@@ -518,10 +511,6 @@ class UnusedParameters:
 
     At stage 0 a gradient on any rank counts for all ranks; above, every rank must use the same parameters. A step count
     that the optimizer keeps for a whole flat tensor, as Adam does, still advances for all parameters in it.
-
-    Args:
-        engine: An engine at stage 0, 1 or 2.
-        parameters: The optimizer's parameters, before the engine flattened them.
     """
 
     def __init__(self, engine: Any, parameters: Iterable[Parameter]) -> None:

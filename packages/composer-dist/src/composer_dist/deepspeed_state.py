@@ -49,9 +49,6 @@ def scatter_weights(engine: Any, weights: Mapping[str, Any], *, strict: bool) ->
     """Load full weights, in place, and return the missing and the unexpected names.
 
     Every rank must call this with the same weights.
-
-    Raises:
-        RuntimeError: If `strict` and a name is missing or unexpected, or if a shape differs.
     """
     module, masters = engine.module, _masters(engine)
     own: dict[str, Any] = module.state_dict(keep_vars=True)
@@ -91,11 +88,7 @@ def gather_optimizer(engine: Any, groups: ParameterGroups) -> dict[str, Any]:
 
 
 def scatter_optimizer(engine: Any, groups: ParameterGroups, state_dict: Mapping[str, Any]) -> None:
-    """Load such a state, in place. Every rank must call this with the same state.
-
-    Raises:
-        ValueError: If its groups differ in size from those of the engine's optimizer.
-    """
+    """Load such a state, in place. Every rank must call this with the same state."""
     sizes, own_sizes = [len(group["params"]) for group in state_dict["param_groups"]], [len(group) for group in groups]
     if sizes != own_sizes:
         raise ValueError(

@@ -409,7 +409,11 @@ def get_precision_context(
         defaults = {"fp8_format": recipe.Format.HYBRID, "amax_history_len": 16, "amax_compute_algo": "max"}
         scaling = recipe.DelayedScaling(**(defaults if precision_config is None else precision_config))
         return engine.fp8_autocast(enabled=fp8_autocast_enabled, fp8_recipe=scaling)
-    device_type = device_type or _device_type_in_use()
+    if device_type is None:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        # torch does not count XLA among its accelerators, but a loop on an XLA device has loaded this package.
+        without = "xla" if "torch_xla" in sys.modules else "cpu"
+        device_type = without if accelerator is None else accelerator.type
     if precision is Precision.FP32:  # a disabled autocast costs time, so only inside an active one
         return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else _NOTHING
     if precision is Precision.AMP_BF16:
@@ -437,14 +441,6 @@ def validate_precision(precision: str | Precision, device: Device) -> None:
         )
     if precision is Precision.AMP_FP8:  # raises now, not in the first step
         _require_fp8()
-
-
-def _device_type_in_use() -> str:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is not None:
-        return accelerator.type
-    # torch does not count XLA among its accelerators, but a loop on an XLA device has loaded this package.
-    return "xla" if "torch_xla" in sys.modules else "cpu"
 
 
 def _require_fp8() -> tuple[Any, Any]:

@@ -99,12 +99,7 @@ def get_node_rank() -> int:
 
 
 def check_environment(environ: Mapping[str, str]) -> None:
-    """Validate the rank variables, before a process waits for ranks that cannot exist.
-
-    Raises:
-        RuntimeError: If a rank is not below the number of ranks, or if a node has more ranks than the run.
-        ValueError: If one of the variables is not an integer.
-    """
+    """Validate the rank variables, before a process waits for ranks that cannot exist."""
     known = {variable: _integer(variable, environ[variable]) for variable in SINGLE_RANK if variable in environ}
     if known.get("RANK", 0) > 0 and "WORLD_SIZE" not in known:
         raise RuntimeError(

@@ -106,13 +106,17 @@ def get_rng_state() -> list[dict[str, Any]]:
     return all_gather_object(_local_state())
 
 
-def load_rng_state(rng_state_dicts: Sequence[Mapping[str, Any]]) -> None:
+def load_rng_state(
+    rng_state_dicts: Sequence[Mapping[str, Any]], rank: int | None = None, world_size: int | None = None
+) -> None:
     """Restore this rank's generators from the result of `get_rng_state`; the number of ranks may differ.
 
     A rank without an entry keeps its current state.
 
     Args:
         rng_state_dicts: One entry for each rank of the run that saved them.
+        rank: The place of this rank's entry, if not its own number; ranks that split tensors share an entry.
+        world_size: The number of entries that the present ranks have, if not that of the ranks.
 
     Raises:
         ValueError: If the list is empty, or if this rank's entry lacks the state of Python or torch.
@@ -120,7 +124,8 @@ def load_rng_state(rng_state_dicts: Sequence[Mapping[str, Any]]) -> None:
     Warns:
         UserWarning: If the number of ranks has changed, or if a state is missing, unused or does not fit.
     """
-    world_size, rank, saved = get_world_size(), get_global_rank(), len(rng_state_dicts)
+    world_size = get_world_size() if world_size is None else world_size
+    rank, saved = get_global_rank() if rank is None else rank, len(rng_state_dicts)
     if saved == 0:
         raise ValueError(
             f"rng_state_dicts={rng_state_dicts!r} holds no rank's random state. Pass what get_rng_state() returned, "

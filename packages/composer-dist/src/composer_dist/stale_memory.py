@@ -10,7 +10,6 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 _log = logging.getLogger(__name__)
@@ -72,9 +71,14 @@ def tidy_shared_memory() -> None:
 
 def find_stale_shared_memory() -> list[Path]:
     """Return the files that `clean_stale_shared_memory` would delete."""
+    try:
+        names = sorted(os.listdir(_FOLDER))
+    except OSError:
+        return []
     segments: dict[str, list[Path]] = {}
-    for path, number in _own_segments():
-        segments.setdefault(number, []).append(path)
+    for name in names:
+        if (match := _NAME.fullmatch(name)) and _is_own(_FOLDER / name):
+            segments.setdefault(match[1], []).append(_FOLDER / name)
     if not segments:
         return []
     found: list[Path] = []
@@ -95,17 +99,6 @@ def _sees_all_users() -> bool:
         return False
     # Container engines mount a container's own memory under this name; a host's memory keeps the host's entry.
     return re.search(rf"^shm {_FOLDER} tmpfs", mounts, re.MULTILINE) is not None
-
-
-def _own_segments() -> Iterator[tuple[Path, str]]:
-    try:
-        names = sorted(os.listdir(_FOLDER))
-    except OSError:
-        return
-    for name in names:
-        match = _NAME.fullmatch(name)
-        if match and _is_own(_FOLDER / name):
-            yield _FOLDER / name, match[1]
 
 
 def _is_own(path: Path) -> bool:

@@ -162,7 +162,6 @@ def _collect(ranks: list[_Rank], timeout_s: float) -> dict[int, _Answer]:
 
 
 def _results(ranks: list[_Rank], answers: dict[int, _Answer], timeout_s: float) -> list[Any]:
-    """Return the results in rank order, or raise an `AssertionError` with the ranks' failures."""
     # The earliest failure first; a death without an answer has time 0 and precedes all.
     failures = sorted((answer.time_s, rank, answer.failure) for rank, answer in answers.items() if answer.failure)
     if failures:
@@ -175,7 +174,6 @@ def _results(ranks: list[_Rank], answers: dict[int, _Answer], timeout_s: float) 
 
 
 def _stacks(rank: _Rank) -> str:
-    """Return the stack traces of a rank, if it could write them."""
     try:
         return rank.stacks.read_text(errors="replace")
     except OSError:

@@ -100,12 +100,7 @@ class HeldState:
         return {kind: entries for kind, entries in found.items() if entries}
 
     def restore(self, saved: Mapping[str, Any], *, role: str | None = None) -> None:
-        """Restore a captured state.
-
-        Args:
-            saved: The captured state. Entries of parts that the dataloader lacks are ignored.
-            role: Restore the parts with this role only; all parts when `None`.
-        """
+        """Restore a captured state, of the parts with a role or of all parts."""
         parts = [part for part in _parts(self.loader) if role in (None, part.role)]
         objects = {} if self._only_generators else saved.get("objects", {})
         # States first: loading one may change the settings and numbers that are set below.
@@ -128,7 +123,6 @@ class HeldState:
                 _set_generator_state(part.value, saved["generators"][part.name])
 
     def _restore_settings(self, parts: Iterable[_Part], settings: Mapping[str, Any]) -> None:
-        """Restore the settings that listeners had changed."""
         values = {part.name: part.value for part in parts}
         for name, setting in settings.items():
             owner, _, key = name.rpartition(".")
@@ -237,16 +231,7 @@ class HeldState:
 
 
 def set_epoch_everywhere(holder: Any, epoch: int, done: Iterable[object] = ()) -> list[object]:
-    """Call `set_epoch` on every part of a dataloader that defines it, the innermost first.
-
-    Args:
-        holder: The dataloader, or a container of its parts.
-        epoch: The number of the epoch.
-        done: Parts to skip, because they have the number already.
-
-    Returns:
-        The parts that define it.
-    """
+    """Call `set_epoch` on the parts of a dataloader that define it, the innermost first, and return these parts."""
     has_it = {id(part) for part in done}
     # Reversed, so that the call on a container, which may set its parts too, comes after theirs.
     found = [part.value for part in reversed(_parts(holder)) if _takes_epoch(part.value)]

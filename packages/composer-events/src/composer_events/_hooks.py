@@ -225,12 +225,7 @@ _CLOSERS: Final[weakref.WeakValueDictionary[int, Closer]] = weakref.WeakValueDic
 
 
 def mark_in_use(callbacks: Sequence[Callback], closer: Closer) -> None:
-    """Mark callbacks as in use. If a callback's earlier engine has finished training, close that engine first.
-
-    Raises:
-        TypeError: If an item is not a callback.
-        RuntimeError: If a callback is already in use. None is marked then.
-    """
+    """Mark callbacks as in use. If a callback's earlier engine has finished training, close that engine first."""
     for callback in callbacks:
         if (invalid := invalid_hook("callback", callback)) is not None:
             raise invalid
@@ -286,11 +281,7 @@ _WITHOUT_DURATION: Final = frozenset((*_LOADING, *(event for event in Event if e
 
 
 def check_requirements(event: Event, state: State) -> None:
-    """Check that the state has what an event requires.
-
-    Raises:
-        AssertionError: If the dataloader or the duration is missing.
-    """
+    """Check that the state has what an event requires."""
     if state.dataloader is None and event not in _WITHOUT_DATALOADER:
         raise AssertionError(
             f"{event} fires while a dataloader is in use, but state.dataloader is None. Set one first, as with "

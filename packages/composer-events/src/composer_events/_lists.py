@@ -71,11 +71,7 @@ class OptimizerList(SteppingList):
     """Optimizers, at least one of which must exist when `step` is called."""
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Step every optimizer in order and return the result of the last one.
-
-        Raises:
-            RuntimeError: If the list is empty.
-        """
+        """Step every optimizer in order and return the result of the last one."""
         if not self:
             raise RuntimeError(
                 "state.optimizers=[] has nothing to step, so no weight would change. Set one before training, such as "

@@ -10,7 +10,7 @@ from operator import attrgetter, index
 from typing import TYPE_CHECKING, Any, SupportsIndex, cast
 
 from composer_events.algorithm import Algorithm
-from composer_events.arguments import algorithm_modules, loaded
+from composer_events.arguments import algorithm_modules, loaded, numbered
 from composer_events.batches import ensure_tuple, innermost_dataloader, length_or_none
 from composer_events.event import Event
 from composer_events.hparams import get_composer_env_dict
@@ -60,12 +60,9 @@ def build_state_dict(state: State) -> dict[str, Any]:
 
 
 def named_by_class(objects: Iterable[Any]) -> Iterator[tuple[str, Any]]:
-    """Yield each object with its class name; the second of one class is `Name#1`, the third `Name#2`."""
-    seen: dict[str, int] = {}
-    for item in objects:
-        name = type(item).__qualname__
-        count = seen[name] = seen.get(name, -1) + 1
-        yield (f"{name}#{count}" if count else name), item
+    """Yield each object with its class name, numbered if there are several of a class."""
+    items = list(objects)
+    return zip(numbered(type(item).__qualname__ for item in items), items, strict=True)
 
 
 def _collect_by_class(attribute: str) -> Callable[[State], dict[str, Any] | None]:
@@ -126,6 +123,8 @@ def _metadata(state: State) -> dict[str, Any]:
     dataloader = state.train_dataloader
     if hasattr(dataloader, "batch_size"):
         metadata["train_dataloader_batch_size"] = dataloader.batch_size
+    if state.data_position is not None and state.data_position.share is not None:
+        metadata["num_data_shares"] = state.data_position.num_shares
     return metadata
 
 
@@ -153,7 +152,7 @@ class DataSource:
     def dataloader_len(self) -> Time[int] | None:
         """Number of batches per epoch, or `None` if it is unknown.
 
-        Assign a number to read fewer than the dataloader has, or -1 to use its length.
+        Assign a number to read fewer than the dataloader has, -1 to use its length, or `None`.
 
         Raises:
             RuntimeError: If it is assigned while `dataloader` is `None`.
@@ -163,7 +162,10 @@ class DataSource:
         return self._dataloader_len
 
     @dataloader_len.setter
-    def dataloader_len(self, num_batches: int | Time[int]) -> None:
+    def dataloader_len(self, num_batches: int | Time[int] | None) -> None:
+        if num_batches is None:
+            self._dataloader_len = None
+            return
         num_batches = _to_num_batches(num_batches)
         if self._dataloader is None:
             raise RuntimeError(
@@ -188,14 +190,14 @@ class DataSource:
         self,
         dataloader: Iterable[Any] | None = None,
         dataloader_label: str | None = None,
-        dataloader_len: int | Time[int] = -1,
+        dataloader_len: int | Time[int] | None = -1,
     ) -> None:
         """Set the dataloader of the current loop.
 
         Args:
             dataloader: Any iterable of batches, or `None`.
             dataloader_label: Its name. Required with a dataloader.
-            dataloader_len: Number of batches per epoch; -1 uses the dataloader's length.
+            dataloader_len: Number of batches per epoch; -1 uses the dataloader's length, and `None` is unknown.
         """
         if dataloader is not None and dataloader_label is None:
             raise ValueError(
@@ -350,8 +352,10 @@ def _with_todays_names(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 def _load_by_class(attribute: str) -> Callable[[State, Any], None]:
     def load(state: State, saved: Any) -> None:
-        if not isinstance(saved, Mapping):  # pairs of a name and a state, in their order
-            saved = _numbered(cast("Sequence[Sequence[Any]]", saved))
+        if isinstance(saved, Sequence):  # pairs of a name and a state, in their order
+            pairs = cast("Sequence[tuple[str, Any]]", saved)
+            # Numbered as in `named_by_class`, by which the states are looked up.
+            saved = dict(zip(numbered(name for name, _ in pairs), (value for _, value in pairs), strict=True))
         for name, item in named_by_class(ensure_tuple(getattr(state, attribute))):
             if name in saved:
                 item.load_state_dict(saved[name])
@@ -365,15 +369,6 @@ def _load_timestamp(state: State, saved: Mapping[str, Any]) -> None:
     _load_by_class("timestamp")(state, saved)
     state.timestamp = state.timestamp.copy()  # a new object, so that caches by identity notice the change
     state.stopped_duration = saved.get(STOPPED_KEY)
-
-
-def _numbered(saved: Sequence[Sequence[Any]]) -> dict[str, Any]:
-    states: dict[str, Any] = {}
-    for name, value in saved:
-        # Numbered as in `named_by_class`, by which the states are looked up.
-        count = sum(1 for key in states if key.partition("#")[0] == name)
-        states[f"{name}#{count}" if count else name] = value
-    return states
 
 
 def _load_dataset_state(state: State, saved: dict[str, Any] | None) -> None:

@@ -25,11 +25,6 @@ def count_samples(batch: Any) -> int:
     """Return the number of samples in a batch that `default_split_batch` can split.
 
     Any object with a `shape` is treated as a tensor, so that torch need not be imported.
-
-    Raises:
-        ValueError: If some part of the batch has no length.
-        NotImplementedError: If the batch is not a tensor, tuple, list or mapping, if its parts differ in length, or if
-            it has no parts.
     """
     if type(batch) in (tuple, list) and (
         length := _length_of_tensors(batch)
@@ -107,13 +102,6 @@ def split_batch_by_count(batch: Any, num_microbatches: int) -> Sequence[Any]:
 
     If the length is not divisible, the last one is shorter and there may be fewer. A batch with fewer samples than
     `num_microbatches` gives one microbatch per sample, with a warning.
-
-    Args:
-        batch: As for `default_split_batch`.
-        num_microbatches: 1 or more.
-
-    Raises:
-        ValueError: If `num_microbatches` is below 1, and as `default_split_batch` does.
     """
     if num_microbatches < 1:
         raise ValueError(f"num_microbatches={num_microbatches!r} is not a count: a batch has 1 microbatch or more.")
@@ -226,7 +214,12 @@ def _whole(batch: Any) -> Any:
 def _cut(batch: Any, length: int, size: int) -> list[Any]:
     """Split a batch that `_lengths` has checked and that is longer than `size`."""
     if isinstance(batch, Mapping):
-        return _cut_mapping(cast("Mapping[Any, Any]", batch), length, size)
+        num_chunks = -(-length // size)
+        columns_of = {
+            key: [value] * num_chunks if isinstance(value, _SCALARS) else _cut_item(value, length, size)
+            for key, value in cast("Mapping[Any, Any]", batch).items()
+        }
+        return [{key: column[index] for key, column in columns_of.items()} for index in range(num_chunks)]
     if _is_array(batch) or _is_primitives(batch):
         return _slices(batch, size)
     columns = [_cut_item(item, length, size) for item in batch]
@@ -241,15 +234,6 @@ def _cut_item(item: Any, length: int, size: int) -> Sequence[Any]:
 
 def _slices(batch: Any, size: int) -> list[Any]:
     return list(batch.split(size)) if is_tensor(batch) else split_list(batch, size)
-
-
-def _cut_mapping(batch: Mapping[Any, Any], length: int, size: int) -> list[Any]:
-    num_chunks = -(-length // size)
-    columns = {
-        key: [value] * num_chunks if isinstance(value, _SCALARS) else _cut_item(value, length, size)
-        for key, value in batch.items()
-    }
-    return [{key: column[index] for key, column in columns.items()} for index in range(num_chunks)]
 
 
 def split_list(sequence: Sequence[Any], microbatch_size: int) -> list[Any]:
@@ -314,7 +298,10 @@ def batch_get(batch: Any, key: Any) -> Any:
     if callable(key):
         return key(batch)
     if isinstance(batch, Mapping):
-        return _get_from_mapping(cast("Mapping[Any, Any]", batch), key)
+        named = cast("Mapping[Any, Any]", batch)
+        if not isinstance(key, Sequence) or isinstance(key, str) or _has_key(named, key):
+            return _get_present(named, key)
+        return tuple(_get_present(named, one_key) for one_key in cast("Sequence[Any]", key))
     try:
         return itemgetter(key)(batch)
     except IndexError:
@@ -361,12 +348,6 @@ def batch_set(batch: Any, key: Any, value: Any) -> Any:
     if isinstance(key, Sequence) and not isinstance(key, str):
         return _set_many(batch, cast("Sequence[Any]", key), value)
     return _set_one(batch, key, value)
-
-
-def _get_from_mapping(batch: Mapping[Any, Any], key: Any) -> Any:
-    if not isinstance(key, Sequence) or isinstance(key, str) or _has_key(batch, key):
-        return _get_present(batch, key)
-    return tuple(_get_present(batch, one_key) for one_key in cast("Sequence[Any]", key))
 
 
 def _get_present(batch: Mapping[Any, Any], key: Any) -> Any:

@@ -5,7 +5,7 @@ import inspect
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import count, islice
+from itertools import chain, count, islice
 from typing import TYPE_CHECKING, Any, cast
 
 try:
@@ -35,6 +35,7 @@ __all__ = [
     "EPOCH_START_KEY",
     "LOADER_KEY",
     "SEED_KEY",
+    "BatchSizes",
     "DataPosition",
     "begin_next_epoch",
     "dataset_counts_samples",
@@ -55,6 +56,52 @@ SEED_KEY = "seed"
 # In each entry under `EPOCH_START_KEY`: the state of the dataloader's parts at the start of the epoch and at the save.
 _HELD, _AT_SAVE = "held", "held_at_save"
 _ORDER = "order"  # below `_AT_SAVE`: a hash of the epoch's order so far
+_SHARE = "share"  # the number of the rank's share of the data, if ranks have the same one
+_DIVIDED = "divided"  # the size of the dataloader's batches over all ranks, if the clock counts parts of them
+
+
+class BatchSizes:
+    """Division of a dataloader's batches into those of the training clock.
+
+    Args:
+        of_rank: The samples of a batch of the dataloader.
+        num_ranks: The number of ranks with batches of their own.
+
+    Attributes:
+        whole: The samples of a batch of the dataloader over all ranks.
+    """
+
+    def __init__(self, of_rank: int, num_ranks: int) -> None:
+        self.whole, self._size = of_rank * num_ranks, of_rank
+        self._num_ranks = num_ranks
+        self._divisors = [size for size in range(of_rank, 0, -1) if of_rank % size == 0]
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of the next batches over all ranks. Assignments are rounded down to a divisor of whole batches."""
+        return self._size * self._num_ranks
+
+    @batch_size.setter
+    def batch_size(self, batch_size: float) -> None:
+        largest = batch_size / self._num_ranks / (1 - 1e-9)  # a product may be too small by rounding
+        if largest > self._divisors[0] * 1.00001:
+            raise ValueError(
+                f"The schedule of 'batch_size' asks for {batch_size:g} samples, and the batches of train_dataloader "
+                f"have {self.whole} over all ranks. Give the dataloader the largest batch size of the schedule."
+            )
+        self._size = next((size for size in self._divisors if size <= largest), 1)
+
+    def place(self, num_samples: int) -> tuple[int, int]:
+        """Return how many whole batches are before a sample of the epoch, and this rank's samples after these."""
+        num_whole, rest = divmod(num_samples, self.whole)
+        return num_whole, rest // self._num_ranks
+
+    def next_size(self, offset: int) -> int:
+        """Return this rank's samples in the batch that begins at an offset in a whole batch; a divisor of the offset.
+
+        It depends on nothing else, so that a resumed run divides the rest of a whole batch in the same way.
+        """
+        return next(size for size in self._divisors if size <= self._size and offset % size == 0)
 
 
 class DataPosition:
@@ -77,6 +124,11 @@ class DataPosition:
         spin: Whether to skip batches that were trained on. If not, and if the dataloader cannot restore its position,
             the rest of the epoch has other batches.
 
+    Attributes:
+        sizes: Set if the clock counts parts of the dataloader's batches, for a schedule of the batch size.
+        share: The number of this rank's share of the data, and of all shares, if ranks that split tensors have the same
+            one; `None` if each rank has its own.
+
     Example:
         >>> from composer_events import State
         >>> state = State(None, rank_zero_seed=1, device="cpu", train_dataloader=[1, 2, 3])
@@ -88,10 +140,12 @@ class DataPosition:
         [2, 3]
     """
 
-    _load_rng_state: Callable[[Sequence[Mapping[str, Any]]], None]  # set together with `_rng`
+    _load_rng_state: Callable[..., None]  # set together with `_rng`
 
     def __init__(self, spin: bool = True) -> None:
         self.spin = spin
+        self.sizes: BatchSizes | None = None
+        self.share: tuple[int, int] | None = None
         self._start: dict[str, Any] | None = None  # of the open epoch
         self._rng: Sequence[Mapping[str, Any]] | None = None  # loaded and not yet restored
         self._at_save: Mapping[str, Any] = {}  # the loaded state of the dataloader's parts at the save
@@ -121,7 +175,7 @@ class DataPosition:
         self,
         rng: Sequence[Mapping[str, Any]] | None,
         state: "State",
-        load_rng_state: Callable[[Sequence[Mapping[str, Any]]], None],
+        load_rng_state: Callable[..., None],
     ) -> None:
         """Store a loaded position, to restore it when the next epoch is opened.
 
@@ -130,15 +184,28 @@ class DataPosition:
             state: The loaded state.
             load_rng_state: Restores this rank's generators from `rng`, as `composer_dist.load_rng_state` does.
         """
-        rank = get_global_rank()
-        self._rng, self._is_resumed, self._begun = rng or None, True, None
+        # One entry for each share of the data.
+        firsts = _first_ranks(rng or [{}])
+        rng = [rng[first] for first in firsts] if rng else None
+        self._rng, self._is_resumed, self._begun = rng, True, None
         self._load_rng_state = load_rng_state
-        self._start = _epoch_start(rng or [{}], rank)
+        self._start = _epoch_start(rng or [{}], self.rank, self.num_shares)
         # Removed, since the next checkpoint inside this epoch saves the rest again, with a newer entry of this name.
         self._at_save = (self._start or {}).pop(_AT_SAVE, {})
         waiting = (state.dataset_state or {}).get(LOADER_KEY) or []
         # With another number of ranks, the saved states do not describe this rank's share.
-        self._loader_state = waiting[rank] if len(waiting) == get_world_size() else None
+        waiting = [waiting[first] for first in firsts if first < len(waiting)]
+        self._loader_state = waiting[self.rank] if len(waiting) == self.num_shares else None
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank's share of the data."""
+        return get_global_rank() if self.share is None else self.share[0]
+
+    @property
+    def num_shares(self) -> int:
+        """The number of shares of the data."""
+        return get_world_size() if self.share is None else self.share[1]
 
     def watch(self, loader: Any) -> HeldState:
         """Record the initial state of a dataloader: checkpoints keep what has changed since."""
@@ -146,10 +213,15 @@ class DataPosition:
             self._held = HeldState(loader, only_generators=_has_place(loader))
         return self._held
 
+    def place(self, state: "State") -> tuple[int, int]:
+        """Return how many batches of the dataloader the epoch has used, and this rank's samples used of the next."""
+        stamp = state.timestamp
+        return (int(stamp.batch_in_epoch), 0) if self.sizes is None else self.sizes.place(int(stamp.sample_in_epoch))
+
     def restore_between_epochs(self, state: "State") -> None:
         """Restore the random number generators if a checkpoint from between two epochs was loaded."""
         if self._rng is not None and state.timestamp.batch_in_epoch == 0:
-            self._load_rng_state(self._rng)
+            self._load_rng_state(self._rng, *(self.share or ()))
             self._rng = None
 
     def begin(self, state: "State", dataloader: Iterable[Any] | None = None) -> None:
@@ -165,6 +237,11 @@ class DataPosition:
         loader, epoch, num_read = _place_in(state, dataloader)
         self.restore_between_epochs(state)
         held, start = self.watch(loader), (self._start if self._is_resumed else None) or {}
+        if num_read > 0 and start.pop(_DIVIDED, None) is not None and self.sizes is None:
+            raise ValueError(
+                "The checkpoint was saved inside an epoch by a run with Schedule('batch_size', ...), and its place in "
+                "the data counts samples. Give schedulers such a schedule, or resume from the end of an epoch."
+            )
         returns = bool(start) and (_has_place(loader) or self.spin or num_read == 0)
         saved = start.get(_HELD, {}) if returns else {}
         if returns and not _has_place(loader):
@@ -196,6 +273,7 @@ class DataPosition:
             self._at_save = {}
         knows_place = self._hand_over(loader) or bool(state.dataset_resumption.get("train"))
         is_spun = self.spin and not knows_place
+        num_whole, offset = self.place(state)
         is_inside = is_resumed and num_read > 0
         if is_inside and is_spun and self._start is None:
             # Composer's checkpoints have no position; without dropout and augmentation, this draws the numbers that
@@ -203,7 +281,11 @@ class DataPosition:
             _read_earlier_epochs(loader, epoch)
         if not is_inside:
             self._start = {SEED_KEY: state.rank_zero_seed, _HELD: self.watch(loader).capture()}
-        batches = self._read(loader, epoch, num_read if knows_place else 0, num_read if is_spun else 0)
+        # The rest of a batch that was divided is read again, and with it what its reading draws from.
+        replays = offset > 0 and holds_state(loader.dataset, loader.collate_fn)
+        batches = self._read(loader, epoch, num_read if knows_place else 0, num_whole if is_spun else 0, replays)
+        if offset > 0 and is_inside:
+            batches = chain(list(islice(batches, 1)), batches)
         if is_inside and (knows_place or is_spun):
             self._restore_process(loader, rng)
         return batches
@@ -223,9 +305,9 @@ class DataPosition:
             self.watch(loader).restore(self._at_save, role="loads")
         # Last, since the reads have drawn random numbers.
         if rng is not None:
-            self._load_rng_state(rng)
+            self._load_rng_state(rng, *(self.share or ()))
 
-    def _read(self, loader: Any, epoch: int, place: int, num_left_out: int) -> Iterator[Any]:
+    def _read(self, loader: Any, epoch: int, place: int, num_left_out: int, replays: bool = False) -> Iterator[Any]:
         """Return the batches of an epoch from a position, without loading earlier ones where that is equivalent.
 
         Args:
@@ -233,11 +315,12 @@ class DataPosition:
             epoch: The number of the epoch.
             place: The number of the next batch of a loader that restores its own position.
             num_left_out: The number of batches to skip from there.
+            replays: Whether to load these for certain, because loading changes generators that are used later.
         """
         start = self._start or {}
         seed = start.get(SEED_KEY)
         if seed is not None and (can_be_seeded(loader) or reads_in_workers(loader)):
-            replays, lead = num_left_out > 0 and self._must_replay(loader), None
+            replays, lead = num_left_out > 0 and (replays or self._must_replay(loader)), None
             if num_left_out > 0 and not uses_no_rng(loader.dataset, loader.collate_fn):
                 # After the first epoch, `_warm_up` has already made what a dataset creates on its first access.
                 begins = epoch == 0 or (loader.num_workers > 0 and not loader.persistent_workers)
@@ -247,16 +330,16 @@ class DataPosition:
         if seed is None:
             batches = iter(loader)
         elif _has_place(loader):
-            batches = open_seeded(loader, derive_seed(seed, epoch, get_global_rank()), count(place))
+            batches = open_seeded(loader, derive_seed(seed, epoch, self.rank), count(place))
         else:
-            batches = open_streamed(loader, derive_seed(seed, epoch, get_global_rank()))
+            batches = open_streamed(loader, derive_seed(seed, epoch, self.rank))
         for _ in range(num_left_out):
             next(batches, None)
         return batches
 
     def _seeded_of(self, loader: Any) -> SeededBatches:
         if self._seeded is None or self._seeded.loader is not loader:
-            self._seeded = SeededBatches(loader, get_global_rank(), sets_epoch=True)
+            self._seeded = SeededBatches(loader, self.rank, sets_epoch=True)
         return self._seeded
 
     def _must_replay(self, loader: Any) -> bool:
@@ -287,7 +370,7 @@ class DataPosition:
             if is_map or reads_in_workers(loader):
                 first = self._seeded_of(loader).open(seed, earlier)
             else:
-                first = open_streamed(loader, derive_seed(seed, earlier, get_global_rank()))
+                first = open_streamed(loader, derive_seed(seed, earlier, self.rank))
             deque(islice(first, max(1, num_workers)), maxlen=0)
         held.set_numbers(before)
 
@@ -339,17 +422,20 @@ class DataPosition:
             check: Called with the state of each stateful part of the dataloader and its name. Raises if a checkpoint
                 cannot hold it, which leaves it out with a warning.
         """
-        watched, num_read = self.watch(state.train_dataloader), int(state.timestamp.batch_in_epoch)
+        watched = self.watch(state.train_dataloader)
         held = watched.savable(watched.capture(), check)
-        if num_read == 0:
-            return {SEED_KEY: state.rank_zero_seed, _HELD: held}
+        share = {} if self.share is None else {_SHARE: self.rank}
+        if int(state.timestamp.batch_in_epoch) == 0:
+            return {SEED_KEY: state.rank_zero_seed, _HELD: held, **share}
         # A hash of the order, so that a resume can detect a sampler that no longer gives the same one.
         if self._seeded is not None and self._seeded.loader is state.train_dataloader:
-            held[_ORDER] = self._seeded.order_of(num_read)
+            held[_ORDER] = self._seeded.order_of(self.place(state)[0])
         start = dict(self._start or {})
+        if self.sizes is not None:
+            start[_DIVIDED] = self.sizes.whole
         if _HELD in start:
             start[_HELD] = watched.savable(start[_HELD], check)
-        return {**start, _AT_SAVE: held}
+        return {**start, _AT_SAVE: held, **share}
 
     def _hand_over(self, loader: Any) -> bool:
         """Load the state of a dataloader that restores its own position, and return whether there was one."""
@@ -445,17 +531,25 @@ def leave_epoch(state: "State", dataset_state: Any) -> None:
     dataset.load_state_dict(start)
 
 
-def _epoch_start(rng: Sequence[Mapping[str, Any]], rank: int) -> dict[str, Any] | None:
+def _first_ranks(rng: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return the first of the ranks with each share of the data, in the order of the shares."""
+    firsts: dict[int, int] = {}
+    for rank, entry in enumerate(rng):
+        firsts.setdefault(entry.get(EPOCH_START_KEY, {}).get(_SHARE, rank), rank)
+    return [firsts[share] for share in sorted(firsts)]
+
+
+def _epoch_start(rng: Sequence[Mapping[str, Any]], rank: int, num_shares: int) -> dict[str, Any] | None:
     """Return the saved state at the start of the epoch that this rank's batches depend on."""
     if rank < len(rng):
         start = rng[rank].get(EPOCH_START_KEY)
-        if len(rng) != get_world_size() and start and _AT_SAVE in start:  # the order of another share does not apply
+        if len(rng) != num_shares and start and _AT_SAVE in start:  # the order of another share does not apply
             start = {**start, _AT_SAVE: {name: value for name, value in start[_AT_SAVE].items() if name != _ORDER}}
         return None if start is None else dict(start)
     # The saved run did not have this rank. Its seed and epoch counters apply to all ranks; its generators do not, since
     # two ranks would draw the same numbers.
     first = rng[0].get(EPOCH_START_KEY) or {}
-    found = {SEED_KEY: first[SEED_KEY]} if SEED_KEY in first else {}
+    found = {name: first[name] for name in (SEED_KEY, _DIVIDED) if name in first}
     shared = {kind: entries for kind, entries in first.get(_HELD, {}).items() if kind in ("numbers", "listened")}
     return {**found, _HELD: shared} if shared else found
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from itertools import combinations, groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, cast
 
+from composer_events.arguments import numbered
 from composer_events.event import Event
 from composer_events.passes import (
     conflict,
@@ -157,7 +157,11 @@ def explain(state: State, passes: Sequence[AlgorithmPass], asks: bool = True) ->
             declared = _asked_events(algorithm, state) if asks else ()
         events_of.append((algorithm, declared))
     turns: list[Turn] = []
-    conflicts = [*_declared_conflicts(state.algorithms, names)]
+    conflicts = [
+        f"{names.of(first)} and {names.of(second)}: {reason}"
+        for first, second in combinations(state.algorithms, 2)
+        if (reason := conflict(first, second) or conflict(second, first))
+    ]
     rules: dict[str, str] = {}
     for event in Event:
         acting = [algorithm for algorithm, events in events_of if event in events]
@@ -176,11 +180,10 @@ class _Names:
 
     def __init__(self, algorithms: Iterable[Algorithm]) -> None:
         self._listed: dict[int, tuple[int, str]] = {}
-        seen = Counter[str]()
-        for place, algorithm in enumerate(algorithms):
-            name = type(algorithm).__name__
-            self._listed[id(algorithm)] = (place, f"{name}#{seen[name]}" if seen[name] else name)
-            seen[name] += 1
+        several = list(algorithms)
+        names = numbered(type(algorithm).__name__ for algorithm in several)
+        for place, (algorithm, name) in enumerate(zip(several, names, strict=True)):
+            self._listed[id(algorithm)] = (place, name)
 
     def of(self, algorithm: object) -> str:
         return self._listed[id(algorithm)][1] if id(algorithm) in self._listed else type(algorithm).__name__
@@ -265,13 +268,6 @@ def _reason(algorithm_pass: AlgorithmPass, first: Algorithm, second: Algorithm) 
     if algorithm_pass is sort_by_precedence and (asked := precedence(first, second) or precedence(second, first)):
         return f" ({asked})"
     return ""
-
-
-def _declared_conflicts(algorithms: Sequence[Algorithm], names: _Names) -> Iterable[str]:
-    for first, second in combinations(algorithms, 2):
-        reason = conflict(first, second) or conflict(second, first)
-        if reason:
-            yield f"{names.of(first)} and {names.of(second)}: {reason}"
 
 
 def declared_events(algorithm: Algorithm) -> Collection[Event] | None:

@@ -128,16 +128,6 @@ def format_name_with_dist_and_time(
 def check_placeholders(known: Collection[str] = OF_RUN, **templates: str | os.PathLike[str] | None) -> None:
     """Warn about placeholders in names of files and folders that will not be filled in.
 
-    Args:
-        known: The placeholders that will be filled in.
-        **templates: Texts or paths by the names of their arguments. `None` is skipped.
-
-    Raises:
-        ValueError: If a template has unbalanced braces.
-
-    Warns:
-        UserWarning: If a placeholder is not in `known`.
-
     Example:
         >>> check_placeholders(folder="runs/{run_name}", filename=None)
     """

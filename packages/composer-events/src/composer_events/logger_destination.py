@@ -269,6 +269,8 @@ class BufferedDestination(LoggerDestination):
 
     Attributes:
         copies_values: Whether it needs values as of the logging call, though tensors may have changed since.
+        takes_latest: Whether it needs only the latest values, so that a function given to `log_lazily` in several
+            batches is called for the last of them alone.
 
     Example:
         >>> from types import SimpleNamespace
@@ -292,6 +294,7 @@ class BufferedDestination(LoggerDestination):
     """
 
     copies_values: ClassVar[bool] = False
+    takes_latest: ClassVar[bool] = False
     _buffers: tuple[MetricBuffer, ...] = ()  # one for each logger that writes to it
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -306,7 +309,6 @@ class BufferedDestination(LoggerDestination):
         self._sort_anew()
 
     def __delattr__(self, name: str) -> None:
-        """Delete an attribute, and notify the loggers if it is `log_metrics`."""
         super().__delattr__(name)
         if name == "log_metrics":
             self._sort_anew()
@@ -360,7 +362,7 @@ class MetricBuffer:
         # For metrics that are computed on delivery, the function takes the place of the metrics.
         self._noted: list[_Noted] = []
         self._destinations: tuple[BufferedDestination, ...] = ()
-        self._copies = False
+        self._copies = self._takes_latest = False
         self._seen: Timestamp | None = None
         self._now: Timestamp | None = None  # a copy, because loading a state changes the one seen in place
         self._batch = -1  # batch count of the copy
@@ -377,6 +379,7 @@ class MetricBuffer:
         finally:  # even if an old destination fails
             self._destinations = destinations
             self._copies = any(place.copies_values for place in destinations)
+            self._takes_latest = all(place.takes_latest for place in destinations)
             for place in destinations:
                 place.attach(self)
 
@@ -387,13 +390,7 @@ class MetricBuffer:
             sort()
 
     def note(self, metrics: dict[str, Any], timestamp: Timestamp, step: int | None) -> None:
-        """Buffer the metrics of one logging call.
-
-        Args:
-            metrics: By name.
-            timestamp: The time in training.
-            step: The count of batches, if the caller gave one.
-        """
+        """Buffer the metrics of one logging call."""
         if timestamp is not self._seen or timestamp.num_batches != self._batch:
             self._look_at(timestamp)
         self._noted.append((*_as_of_now(metrics, self._copies), self._now, step))
@@ -401,13 +398,7 @@ class MetricBuffer:
             self.deliver()
 
     def note_call(self, compute: Callable[..., dict[str, Any]], arguments: Sequence[Any], timestamp: Timestamp) -> None:
-        """Buffer a function whose result is to be logged, and call it on delivery.
-
-        Args:
-            compute: Called with the timestamp and the arguments; returns metrics by name in a new dict.
-            arguments: Its arguments, which must not change any more.
-            timestamp: The time in training.
-        """
+        """Buffer a function whose result is to be logged, and call it on delivery."""
         if timestamp is not self._seen or timestamp.num_batches != self._batch:
             self._look_at(timestamp)
         self._noted.append((compute, arguments, self._now, None))
@@ -421,7 +412,7 @@ class MetricBuffer:
         with _HANDING_OVER, ExitStack() as rest:  # callbacks all run, even if a destination fails
             noted = self._noted[:]
             del self._noted[: len(noted)]  # not clear(), because another thread may append in the meantime
-            if logged := self._computed(noted, rest):
+            if logged := self._computed(_latest(noted) if self._takes_latest else noted, rest):
                 # Callbacks of an ExitStack run in reverse order.
                 for place in reversed(self._destinations):
                     rest.callback(_hand_to, place, logged)
@@ -451,6 +442,17 @@ class MetricBuffer:
             if metrics:
                 logged.append((*_as_of_now(metrics, self._copies), now, step))
         return logged
+
+
+def _latest(noted: Sequence[_Noted]) -> Sequence[_Noted]:
+    """Leave out functions that were noted again at a later time."""
+    kept: list[_Noted] = []
+    times: dict[object, Timestamp | None] = {}
+    for entry in reversed(noted):
+        function = getattr(entry[0], "__func__", entry[0])
+        if not callable(function) or times.setdefault(function, entry[2]) is entry[2]:
+            kept.append(entry)
+    return kept[::-1]
 
 
 def _as_of_now(metrics: dict[str, Any], copies: bool) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -511,20 +513,17 @@ def format_log_data_value(data: Any) -> str:
         has_number = data.numel() == 1 and not data.is_meta
         return format_log_data_value(data.cpu().item()) if has_number else f"Tensor of shape {data.shape}"
     if isinstance(data, Mapping):
-        return _format_mapping(cast("Mapping[Any, Any]", data))
+        named = cast("Mapping[Any, Any]", data)
+        for key in named:
+            if not isinstance(key, str):
+                raise TypeError(
+                    f"The key {key!r} of a logged mapping is a {type(key).__name__}; names of logged values are "
+                    f"strings. Write {str(key)!r}."
+                )
+        entries = (f'"{key}": {format_log_data_value(value)}, ' for key, value in named.items())
+        return f"{{ {''.join(entries)}}}"
     # An array without dimensions has `__iter__`, which raises.
     if isinstance(data, Iterable) and getattr(cast(Any, data), "ndim", 1) != 0:
         items = cast("Iterable[Any]", data)
         return f"[{', '.join(map(format_log_data_value, items))}]"
     return str(cast(object, data))
-
-
-def _format_mapping(data: Mapping[Any, Any]) -> str:
-    for key in data:
-        if not isinstance(key, str):
-            raise TypeError(
-                f"The key {key!r} of a logged mapping is a {type(key).__name__}; names of logged values are strings. "
-                f"Write {str(key)!r}."
-            )
-    items = (f'"{key}": {format_log_data_value(value)}, ' for key, value in data.items())
-    return f"{{ {''.join(items)}}}"

@@ -41,27 +41,13 @@ def by_entry(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def metric_with(metrics: Mapping[str, Any], entry: str) -> str | None:
-    """Return the name of the metric that an entry belongs to, or that has this name, or `None`.
-
-    Args:
-        metrics: By name.
-        entry: Such as `'MAP/map_50'` or `'Accuracy'`.
-    """
+    """Return the name of the metric that an entry belongs to, or that has this name, or `None`."""
     # The longest match, because the name of a metric may be a prefix of another one.
     return max((name for name in metrics if f"{entry}/".startswith(f"{name}/")), key=len, default=None)
 
 
 def number_of(name: str, value: Any, entry: str) -> Any:
-    """Return one number of a metric.
-
-    Args:
-        name: Name of the metric.
-        value: Its computed value.
-        entry: Name of the metric, or of one of its entries.
-
-    Raises:
-        ValueError: If the entry is not a single number.
-    """
+    """Return one number of a metric."""
     entries = by_entry({name: value})
     if _size(entries.get(entry)) != 1:
         several = ", ".join(repr(key) for key, one in entries.items() if _size(one) == 1)
@@ -71,16 +57,7 @@ def number_of(name: str, value: Any, entry: str) -> Any:
 
 
 def refuse_several(name: str, metric: Any, entry: str) -> None:
-    """Reject a metric with several numbers if no entry was named, as far as a copy without updates shows.
-
-    Args:
-        name: Name of the metric.
-        metric: A torchmetrics metric. One that cannot be computed without updates is skipped.
-        entry: Name of the metric, or of one of its entries, which may appear later.
-
-    Raises:
-        ValueError: If the metric has several numbers.
-    """
+    """Reject a metric with several numbers if no entry was named, as far as a copy without updates shows."""
     if entry != name:
         return
     try:

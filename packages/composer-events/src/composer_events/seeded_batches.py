@@ -7,9 +7,9 @@ import random
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from itertools import chain, count, islice
+from itertools import chain, count, islice, repeat
 from typing import Any, cast
 
 try:
@@ -141,7 +141,7 @@ def open_seeded(loader: Iterable[Any], epoch_seed: int, numbers: Iterable[int]) 
     """
     with seeded(epoch_seed):
         batches = iter(loader)
-    return _each_seeded(batches, epoch_seed, numbers)
+    return _each_within(batches, (seeded(derive_seed(epoch_seed, number)) for number in numbers))
 
 
 def open_streamed(loader: Iterable[Any], epoch_seed: int) -> Iterator[Any]:
@@ -158,7 +158,7 @@ def open_streamed(loader: Iterable[Any], epoch_seed: int) -> Iterator[Any]:
     stream = _Stream(epoch_seed)
     with stream:
         batches = iter(loader)
-    return _each_within(stream, batches)
+    return _each_within(batches, repeat(stream))
 
 
 class SeededBatches:
@@ -452,20 +452,10 @@ class _Stream:
         self._python, self._numpy, self._torch = python, numpy, ours
 
 
-def _each_within(stream: _Stream, batches: Iterator[Any]) -> Iterator[Any]:
-    """Load each batch in this process within the stream."""
-    while True:
-        with stream:
-            batch = next(batches, _END)
-        if batch is _END:
-            return
-        yield batch
-
-
-def _each_seeded(batches: Iterator[Any], epoch_seed: int, numbers: Iterable[int]) -> Iterator[Any]:
-    """Load each batch in this process with its own seed."""
-    for number in numbers:
-        with seeded(derive_seed(epoch_seed, number)):
+def _each_within(batches: Iterator[Any], contexts: Iterable[AbstractContextManager[None]]) -> Iterator[Any]:
+    """Load each batch in this process within a context."""
+    for context in contexts:
+        with context:
             batch = next(batches, _END)
         if batch is _END:
             return

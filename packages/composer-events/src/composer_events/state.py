@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
@@ -204,6 +205,7 @@ class State(DataSource, InputsTargetsMixin, ShardingAnswers, Serializable):
         self.load_path: str | None = None
         self.profiler: Any = None
         self.max_duration = max_duration
+        self._later_stops: list[bool] | None = None
         self.iteration_length = None
 
         self.device_train_microbatch_size = device_train_microbatch_size
@@ -366,6 +368,9 @@ class State(DataSource, InputsTargetsMixin, ShardingAnswers, Serializable):
         Args:
             resumable: Whether a resumed run continues to the original duration, as after the time limit of a job.
         """
+        if self._later_stops is not None:
+            self._later_stops.append(resumable)
+            return
         duration, stopped = self._max_duration, self.stopped_duration
         # A repeated call keeps the duration of the first one, because `max_duration` is then the current time.
         if duration is not None and self.timestamp < duration:
@@ -374,6 +379,21 @@ class State(DataSource, InputsTargetsMixin, ShardingAnswers, Serializable):
         # An epoch in progress is not counted, so the stop is expressed in batches.
         self.max_duration = self.timestamp.get(TimeUnit.BATCH if unit is TimeUnit.EPOCH else unit)
         self.stopped_duration = stopped
+
+    @contextmanager
+    def stopping_later(self) -> Generator[None]:
+        """Let calls of `stop_training` take effect at the end of the `with` statement.
+
+        A loop of several ranks uses it for events on which the ranks save together: a rank that stops on its own must
+        not be the only one to save.
+        """
+        self._later_stops = []
+        try:
+            yield
+        finally:
+            stops, self._later_stops = self._later_stops, None
+            for resumable in stops:
+                self.stop_training(resumable=resumable)
 
     def batch_get_item(self, key: Any) -> Any:
         """Return a part of the batch; see `batch_get`."""

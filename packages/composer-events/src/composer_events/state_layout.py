@@ -53,10 +53,6 @@ def set_optimizer_state(
         state_dict_type: The type with which it was saved.
         strict: Whether missing or unexpected parameters are an error; otherwise they are skipped.
         broadcast: Whether only rank 0 has the state of a sharded model.
-
-    Raises:
-        KeyError: With `strict`, naming a parameter that only one of the two sides has.
-        ValueError: If the numbers of parameters differ and the saved ones have no names.
     """
     has_state = bool(saved.get("state"))
     if broadcast:
@@ -219,7 +215,14 @@ def set_metric_states(metrics: Mapping[str, Any], states: Mapping[str, Any], dev
     for name, metric in metrics.items():
         if name not in states:
             continue
-        state_dict, computed = _read(states[name])
+        saved: Any = states[name]
+        if isinstance(saved, Mapping):
+            values = cast("Mapping[str, Any]", saved["state_dict"])
+            state_dict = {key: _to_tensor(value) for key, value in values.items()}
+            computed = _to_tensor(cast("Mapping[str, Any]", saved).get("_computed"))
+        else:
+            saved.persistent(True)
+            state_dict, computed = dict(saved.state_dict()), getattr(saved, "_computed", None)
         metric.persistent(True)
         incompatible = metric.load_state_dict(state_dict, strict=False)
         for kind, keys in (("lacks", incompatible.missing_keys), ("has unknown", incompatible.unexpected_keys)):
@@ -234,15 +237,6 @@ def set_metric_states(metrics: Mapping[str, Any], states: Mapping[str, Any], dev
         metric._update_count += 1  # otherwise compute() warns about a metric without updates
         if hasattr(device, "module_to_device"):
             device.module_to_device(metric)
-
-
-def _read(state: Any) -> tuple[dict[str, Any], Any]:
-    if isinstance(state, Mapping):
-        saved = cast("Mapping[str, Any]", state)
-        values: Mapping[str, Any] = saved["state_dict"]
-        return {key: _to_tensor(value) for key, value in values.items()}, _to_tensor(saved.get("_computed"))
-    state.persistent(True)
-    return dict(state.state_dict()), getattr(state, "_computed", None)
 
 
 def _to_tensor(value: Any) -> Any:
@@ -303,11 +297,7 @@ def get_model_state(model: Any, state_dict_type: str | None) -> dict[str, Any]:
 def set_model_state(
     model: Any, weights: Mapping[str, Any], state_dict_type: str | None, *, strict: bool, broadcast: bool
 ) -> None:
-    """Load weights by name.
-
-    Raises:
-        RuntimeError: With the text `Error(s) in loading state_dict`, if names or shapes do not match.
-    """
+    """Load weights by name."""
     if is_sharded(model):
         from torch.distributed.checkpoint.state_dict import set_model_state_dict
 

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import torch
@@ -86,11 +86,7 @@ def apply_ac(
 
 
 def chosen_for_checkpointing(model: nn.Module, check_fn: Callable[[nn.Module], bool] | None = None) -> list[nn.Module]:
-    """Return the selected modules that are not wrapped yet, without duplicates.
-
-    Raises:
-        TypeError: If `activation_checkpointing_fn` is not callable.
-    """
+    """Return the selected modules that are not wrapped yet, without duplicates."""
     chosen: dict[nn.Module, None] = {}
     done = {module for wrapper in model.modules() if _is_wrapper(wrapper) for module in (wrapper, *wrapper.children())}
     own_function = getattr(model, "activation_checkpointing_fn", None)  # a plain module is its own root
@@ -186,7 +182,7 @@ def _contexts(seen: _Seen) -> _Contexts:
     if seen.changed is None:
         return _Watch(seen), contextlib.nullcontext()
     keep, reuse = create_selective_checkpoint_contexts(_Policy(seen.changed))
-    return keep, _Explained(reuse)
+    return keep, _explained(reuse)
 
 
 @dataclasses.dataclass
@@ -259,24 +255,20 @@ class _Watch(TorchDispatchMode):
         self.held.clear()
 
 
-class _Explained:
-    """Context that adds advice to PyTorch's error about a saved result that was changed."""
-
-    def __init__(self, context: contextlib.AbstractContextManager[Any]) -> None:
-        self.context = context
-
-    def __enter__(self) -> Any:
-        return self.context.__enter__()
-
-    def __exit__(self, exception_type: Any, exception: Any, traceback: Any) -> Any:
-        done = self.context.__exit__(exception_type, exception, traceback)
-        if isinstance(exception, RuntimeError) and "has been mutated" in str(exception):
-            raise RuntimeError(
-                "activation_checkpointing='selective' kept the result of a matrix product, and it was changed in place "
-                "after that, outside the checkpointed module or differently from the module's first pass. Create a new "
-                "tensor instead (`y = y + x` for `y += x`), or use activation_checkpointing=True."
-            ) from exception
-        return done
+@contextlib.contextmanager
+def _explained(context: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+    """Add advice to PyTorch's error about a saved result that was changed."""
+    try:
+        with context:
+            yield
+    except RuntimeError as error:
+        if "has been mutated" not in str(error):
+            raise
+        raise RuntimeError(
+            "activation_checkpointing='selective' kept the result of a matrix product, and it was changed in place "
+            "after that, outside the checkpointed module or differently from the module's first pass. Create a new "
+            "tensor instead (`y = y + x` for `y += x`), or use activation_checkpointing=True."
+        ) from error
 
 
 def _written(operation: Any, args: Any, kwargs: Any) -> list[Any]:

@@ -106,11 +106,7 @@ def number_of_parameters(value: Any) -> float | None:
 
 
 def warn_ignored_options(config: FSDPConfig, stacklevel: int) -> None:
-    """Warn about settings that have no effect.
-
-    Raises:
-        ModuleNotFoundError: If TransformerEngine is required but not installed.
-    """
+    """Warn about settings that have no effect."""
     if config.keep_low_precision_grads:
         warn(
             "keep_low_precision_grads=True does nothing: gradients have the dtype of the weights once they are "
@@ -160,12 +156,7 @@ def check_mesh(mesh: Any, world_size: int) -> None:
 
 
 def split_settings(config: object) -> tuple[FSDPConfig | FSDP2Config, TPConfig | None]:
-    """Return the only settings of sharding, and those of tensor parallelism, which need the former.
-
-    Raises:
-        ValueError: If there are no settings of sharding, or two.
-        TypeError: If the configuration has the wrong type.
-    """
+    """Return the only settings of sharding, and those of tensor parallelism, which need the former."""
     if isinstance(config, FSDPConfig | FSDP2Config):
         return config, None
     if not isinstance(config, ParallelismConfig):

@@ -79,7 +79,6 @@ def _of_run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _batch(options: argparse.Namespace, model: Any, made: Any) -> Any:
-    """Return a microbatch from `--batch`, from `--input-shape`, or from the function that made the model."""
     from composer_fsdp.fake_run import is_composer_model
     from composer_fsdp.model_source import make_batch
 

@@ -324,9 +324,6 @@ _BY_NAME = {name.lower(): size for name, size in _UNITS.items()}
 def parse_bytes(text: str | int) -> int:
     """Return the number of bytes in a text such as `'80GiB'`. `'80G'` means gibibytes, as in the names of devices.
 
-    Raises:
-        ValueError: If the text is not a positive number with a unit.
-
     Example:
         >>> parse_bytes("1.5KiB"), parse_bytes("2 kB"), parse_bytes("1k")
         (1536, 2000, 1024)
@@ -365,9 +362,6 @@ FILLS_UP = -1
 
 def fill_degrees(config: FSDPConfig | FSDP2Config, tp: TPConfig | None, world_size: int) -> dict[str, int]:
     """Return the length of each axis, with a degree of -1 replaced by the remaining ranks.
-
-    Raises:
-        ValueError: If the degrees do not multiply to the number of ranks, or several are -1.
 
     Example:
         >>> fill_degrees(FSDPConfig(data_parallel_replicate_degree=2), None, world_size=8)
@@ -456,11 +450,7 @@ def explain_key(key: object, known: Iterable[str]) -> str:
 
 
 def take_legacy_keys(settings: Mapping[str, Any], *, stacklevel: int) -> dict[str, Any]:
-    """Return FSDP settings under their current names, with a `DeprecationWarning` for each older name.
-
-    Raises:
-        ValueError: If a setting is given under both names.
-    """
+    """Return FSDP settings under their current names, with a `DeprecationWarning` for each older name."""
     taken = dict(settings)
     for key, advice in _UNDERSTOOD_LATER.items():
         if key in taken:

@@ -69,16 +69,7 @@ class Estimate:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the estimate as JSON-serializable values, with memory in bytes."""
-        return {
-            "world_size": self.world_size,
-            "peak": {"bytes": self.peak.bytes, "place": self.peak.place, "kinds": dict(self.peak.kinds)},
-            "host": {"bytes": self.host.bytes, "place": self.host.place, "kinds": dict(self.host.kinds)},
-            "calls": dict(self.calls),
-            "sent": dict(self.sent),
-            "gpu_memory": self.gpu_memory,
-            "fits": self.fits,
-            "suggestions": [{"change": s.change, "peak_bytes": s.peak_bytes} for s in self.suggestions],
-        }
+        return dataclasses.asdict(self) | {"fits": self.fits}
 
     def __str__(self) -> str:
         there = "" if self.gpu_memory is None else f" of {format_bytes(self.gpu_memory)}"

@@ -15,24 +15,22 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.optim import AdamW, Optimizer
-from torch.utils._pytree import (
-    tree_leaves,  # PyTorch has no public name for these
-    tree_map_only,  # PyTorch has no public name for these
-)
+from torch.utils._pytree import tree_leaves, tree_map_only  # PyTorch has no public name for these
 
 from composer_dist import dist
 from composer_dist.ddp import average_gradients
 from composer_fsdp.activation import chosen_for_checkpointing
 from composer_fsdp.config import AXES
-from composer_fsdp.groups import size_of_group
+from composer_fsdp.groups import ranks_of
 from composer_fsdp.memory_log import MemoryLog
 from composer_fsdp.meshes import Meshes
 from composer_fsdp.meta_init import materialize
 from composer_fsdp.mixed_precision import to_dtype
 from composer_fsdp.plan import ShardingPlan
 from composer_fsdp.sharding import Sharder, prefetch_ahead, wrap_activations
-from composer_fsdp.tensor_parallel import check_layer_plan, split_tensors
+from composer_fsdp.tensor_parallel import check_layer_plan
 from composer_fsdp.unit_selection import units_of
 from composer_fsdp.wrap_rules import Stage, Unit
 
@@ -88,10 +86,6 @@ def simulate_steps(model: nn.Module, plan: ShardingPlan, work: Workload) -> Memo
 
     Returns:
         The log of memory, and of the communication of the second step.
-
-    Raises:
-        ValueError, KeyError: If model and plan are incompatible.
-        RuntimeError: If the model reads tensor values, which fake tensors lack, or its training step fails otherwise.
     """
     stage = Stage()
     no_values = FakeTensorMode(allow_non_fake_inputs=True)  # the ranks of a mesh are real tensors
@@ -214,7 +208,7 @@ def _shard_copy(
     units = [replace(u, module=twin_of(u.module), partners=tuple(map(twin_of, u.partners))) for u in units]
     chosen = {twin_of(module) for module in checkpointed}
     if plan.layer_plan is not None and meshes.tensor is not None:
-        split_tensors(replica, meshes.tensor, plan.layer_plan)
+        parallelize_module(replica, meshes.tensor, dict(plan.layer_plan))
     units = wrap_activations(replica, plan, units, chosen.__contains__)
     if offloads:
         # Offload outside of checkpointing, in the order of the wrappers of a real run.
@@ -230,7 +224,6 @@ def _shard_copy(
 
 
 def _copy_to_meta(model: nn.Module, no_values: FakeTensorMode) -> tuple[nn.Module, Callable[[nn.Module], nn.Module]]:
-    """Return a copy of a model and a function that maps each original module to its copy."""
     twins: dict[int, Any] = {}
     for module in model.modules():
         for parameter in module._parameters.values():
@@ -321,10 +314,6 @@ def fake_world(world_size: int, local_world_size: int | None = None) -> Iterator
     """Make this process rank 0 of a simulated run, whose collectives return at once with arbitrary results.
 
     The environment variables of the launcher are set accordingly inside the context and restored after it.
-
-    Raises:
-        ValueError: If the numbers are not positive, or `local_world_size` does not divide `world_size`.
-        RuntimeError: If this process already has a process group.
     """
     local = min(world_size, _RANKS_OF_A_NODE) if local_world_size is None else local_world_size
     for name, number in (("world_size", world_size), ("local_world_size", local)):
@@ -377,4 +366,6 @@ class FakeMeshes(Meshes):
 
 
 def _size(group: Any) -> int:
-    return size_of_group(group, dist.get_world_size(), dist.get_local_world_size())
+    if isinstance(group, str):
+        return len(ranks_of(group, 0, dist.get_world_size(), dist.get_local_world_size()))
+    return group.size() if isinstance(group, tdist.ProcessGroup) else len(group)

@@ -24,9 +24,6 @@ class ReductionWatch:
     reduce-scatter, which carries it to all ranks without another collective or a device synchronization. If all norms
     are finite, so are the sums: no element exceeds the square root of the largest number.
 
-    Args:
-        device: The device on which gradients are reduced.
-
     Attributes:
         found: A scalar tensor: 0, or NaN once any rank had a gradient without a finite norm. The same on every rank.
         speaks_of_all: Whether `found` is reliable. In float16 a sum of finite gradients may overflow on the one rank
@@ -91,11 +88,9 @@ class _WatchedReduction:
         self._watch = watch
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Allocate the buffer in which gradients are reduced."""
         return self.inner.allocate(size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, **settings: Any) -> Any:
-        """Reduce-scatter flattened gradients, in which each rank's part is contiguous."""
         if input_tensor.dtype is torch.float16:
             self._watch.speaks_of_all = False
         has_any = input_tensor.numel() > 0  # parameters may be empty
@@ -118,17 +113,7 @@ def clip_grad_norm(
     norm_type: float = 2.0,
     local_meshes: frozenset[Any] = frozenset(),
 ) -> torch.Tensor:
-    """Scale gradients in place so that their total norm is at most `max_norm`. Every rank must call this.
-
-    Args:
-        parameters: Parameters whose gradients are whole or sharded, over one or several meshes.
-        max_norm: The maximum norm.
-        norm_type: The order of the norm; `math.inf` for the largest absolute value.
-        local_meshes: The meshes that cover only some of the ranks, the others holding different weights.
-
-    Returns:
-        The total norm before clipping over all ranks, the same on every rank, as a tensor on the gradients' device.
-    """
+    """Scale gradients in place so that their total norm is at most `max_norm`. Every rank must call this."""
     groups: dict[Any, list[torch.Tensor]] = {}  # by mesh, None for whole ones
     for each in parameters:
         if each.requires_grad:
@@ -169,9 +154,6 @@ def average_after_backward(parameters: Sequence[torch.Tensor]) -> None:
     Sharded gradients are averaged by then, too. Averaging an accumulated gradient again is correct, since averaging is
     linear, so gradient accumulation works. In each backward pass, either every rank or no rank must compute a gradient
     of these parameters.
-
-    Args:
-        parameters: Unsharded parameters, the same and in the same order on every rank.
     """
     if not parameters or dist.get_world_size() == 1:
         return

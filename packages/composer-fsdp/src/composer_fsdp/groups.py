@@ -31,16 +31,7 @@ _ACCEPTED = (
 
 
 def check_group(group: Any, world_size: int | None) -> bool:
-    """Validate a `process_group`, and return whether it is a pair of groups that shard and that replicate.
-
-    Args:
-        group: The user's value.
-        world_size: Number of ranks; `None` if not known yet.
-
-    Raises:
-        ValueError: If the value is invalid, or a rank is repeated or out of range.
-        RuntimeError: If the size of the sets does not divide the number of ranks.
-    """
+    """Validate a `process_group`, and return whether it is a pair of groups that shard and that replicate."""
     if is_pair(group):
         for part in group:
             if is_pair(part):
@@ -84,13 +75,6 @@ def check_grids(pair: Any, shares: Sequence[Sequence[int]], replicas: Sequence[S
         checked.update(member for row in rows for member in row)
 
 
-def size_of_group(group: Any, world_size: int, local_world_size: int) -> int:
-    """Return the number of ranks of a group that is not a pair."""
-    if isinstance(group, str):
-        return len(ranks_of(group, 0, world_size, local_world_size))
-    return group.size() if isinstance(group, tdist.ProcessGroup) else len(group)
-
-
 def is_pair(group: Any) -> bool:
     """Return whether a value is a pair of groups."""
     return isinstance(group, tuple | list) and len(group) == 2 and not _is_ranks(group)
@@ -98,10 +82,6 @@ def is_pair(group: Any) -> bool:
 
 def ranks_of(name: str, rank: int, world_size: int, local_world_size: int) -> list[int]:
     """Return the ranks of the named group that a rank belongs to.
-
-    Raises:
-        ValueError: If the name is unknown.
-        RuntimeError: If the size of the sets does not divide the number of ranks.
 
     Example:
         >>> ranks_of("set2", rank=3, world_size=4, local_world_size=4)
@@ -137,11 +117,7 @@ class GroupCache:
         self._groups: dict[tuple[tuple[int, ...], ...], tdist.ProcessGroup] = {}
 
     def get(self, group: Any) -> tdist.ProcessGroup:
-        """Return this rank's group for a value that `check_group` accepts. Every rank must call this.
-
-        Raises:
-            ValueError: On every rank, if the ranks' lists contradict each other.
-        """
+        """Return this rank's group for a value that `check_group` accepts. Every rank must call this."""
         if isinstance(group, tdist.ProcessGroup):
             return group
         rank, world_size = dist.get_global_rank(), dist.get_world_size()

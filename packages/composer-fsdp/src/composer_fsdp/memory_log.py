@@ -29,13 +29,7 @@ _COLLECTIVES = {
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Memory in use at its peak.
-
-    Attributes:
-        bytes: The total in bytes.
-        place: The phase of the step.
-        kinds: The bytes of each kind of tensor.
-    """
+    """Memory in use at its peak."""
 
     bytes: int
     place: str
@@ -46,10 +40,6 @@ class MemoryLog(TorchDispatchMode):
     """Dispatch mode that records tensor memory after each operation.
 
     The kind of a storage may become known after its allocation, so totals by kind are computed at the end.
-
-    Args:
-        place: Returns the current phase of the step.
-        fake_mode: The fake tensor mode whose tensors are counted.
 
     Attributes:
         works_on_host: Whether new tensors count as host memory.
@@ -105,7 +95,6 @@ class MemoryLog(TorchDispatchMode):
         return Moment(highest, place, {kind: size for kind, size in kinds.items() if size})
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and record its input and output tensors."""
         if any(hasattr(cls, "__tensor_flatten__") for cls in types):
             return NotImplemented  # wrapper subclasses dispatch again with their inner tensors
         self._note_place()

@@ -19,11 +19,6 @@ _BY_NODES = ("node", "local_rank_across_nodes")
 class Meshes:
     """Device meshes of one sharded model.
 
-    Args:
-        plan: The sharding plan.
-        device_type: The device type, such as `'cuda'`.
-        whole: An existing mesh of all axes, named as in `AXES`. Created when `None`.
-
     Attributes:
         whole: The mesh of all axes; `None` if the plan uses process groups.
         data: The data-parallel mesh: one axis that shards, or two, of which the first replicates.
@@ -51,7 +46,10 @@ class Meshes:
         if plan.device_mesh is not None:
             return plan.device_mesh
         if self.whole is None:
-            return self.of_groups(*self._groups_of(plan))
+            group = plan.process_group
+            if group is None:
+                return self.of_groups(*_BY_NODES)
+            return self.of_groups(*group) if is_pair(group) else self.of_groups(group)
         if self.whole.mesh_dim_names is None or AXES[1] not in self.whole.mesh_dim_names:
             return self.whole  # a user's mesh with other axis names
         return self.whole[AXES[:2]] if AXES[0] in self.whole.mesh_dim_names else self.whole[AXES[1]]
@@ -64,11 +62,6 @@ class Meshes:
         if strategy in HYBRID_STRATEGIES and self.data.ndim == 1:
             return self.of_groups(*_BY_NODES)
         return self.data
-
-    def _groups_of(self, plan: ShardingPlan) -> tuple[Any, Any]:
-        if plan.process_group is not None:
-            return plan.process_group if is_pair(plan.process_group) else (plan.process_group, None)
-        return _BY_NODES
 
     def of_groups(self, shard: Any, replicate: Any = None) -> DeviceMesh:
         """Return the mesh of a shard group and an optional replicate group. Every rank must call this."""

@@ -45,9 +45,6 @@ def agree_on_beginning(model: nn.Module, *, sync: bool, follows_weights: bool) -
         model: The model, not sharded yet.
         sync: Whether all ranks use rank 0's weights.
         follows_weights: Whether they do so even without `sync` if only rank 0 has weights.
-
-    Raises:
-        ValueError: On every rank, if the mix of real and meta parameters is not supported.
     """
     on_meta = [parameter.is_meta for parameter in model.parameters()]
     # A model without parameters counts as real.

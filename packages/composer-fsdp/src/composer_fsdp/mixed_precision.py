@@ -58,9 +58,6 @@ class Dtypes:
 def to_dtype(dtype: str | torch.dtype) -> torch.dtype:
     """Return the dtype for any of its names; float8 becomes bfloat16 with a warning.
 
-    Raises:
-        ValueError: If the name is unknown or the dtype is not floating-point.
-
     Example:
         >>> to_dtype("bf16")
         torch.bfloat16
@@ -85,14 +82,6 @@ def to_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 def resolve_dtypes(mixed_precision: object, precision: str | Precision | torch.dtype) -> Dtypes:
     """Return the dtypes for a `mixed_precision` setting.
-
-    Args:
-        mixed_precision: `'FULL'`, `'DEFAULT'` or `'PURE'` (case-insensitive), a dict, or PyTorch's `MixedPrecision` or
-            `MixedPrecisionPolicy`.
-        precision: The precision of the run.
-
-    Raises:
-        ValueError: If the setting or the name of a dtype is invalid.
 
     Example:
         >>> resolve_dtypes("DEFAULT", "amp_bf16")

@@ -18,11 +18,7 @@ from composer_fsdp.parse import parse_parallelism
 
 
 def load_named(where: str, option: str) -> Any:
-    """Load the object named by `path/to/file.py:name` or `package.module:name`.
-
-    Raises:
-        ValueError: If the file, module or object does not exist or cannot be loaded.
-    """
+    """Load the object named by `path/to/file.py:name` or `package.module:name`."""
     source, _, name = where.rpartition(":")
     if not source or not name:
         raise ValueError(f"{option}={where!r} names no object. Give it as path/to/file.py:name or package.module:name.")
@@ -42,15 +38,7 @@ def load_named(where: str, option: str) -> Any:
 
 
 def load_model(where: str) -> tuple[nn.Module, Any]:
-    """Create a model, and optionally a batch, on the meta device without allocating memory.
-
-    Returns:
-        The model, and the batch or `None`.
-
-    Raises:
-        ValueError: If the function does not exist or fails, or if the name is that of a model instance.
-        TypeError: If the function returns something else.
-    """
+    """Create a model, and optionally a batch, on the meta device without allocating memory."""
     named = load_named(where, "MODEL")
     if isinstance(named, nn.Module):
         raise ValueError(
@@ -74,11 +62,7 @@ def make_batch(where: str, batch_size: int | None) -> Any:
 
 
 def load_optimizer(where: str) -> Callable[..., torch.optim.Optimizer]:
-    """Return an optimizer class of `torch.optim` by name, or load a function that makes an optimizer from parameters.
-
-    Raises:
-        ValueError: If there is no optimizer with that name.
-    """
+    """Return an optimizer class of `torch.optim` by name, or load a function that makes one from parameters."""
     if ":" in where:
         return load_named(where, "--optimizer")
     kinds = {name: kind for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
@@ -96,10 +80,6 @@ def load_config(text: str | None) -> ParallelismConfig:
     Args:
         text: The value of the option; `None` means `FSDPConfig()`. A dict is the value of `parallelism_config`, or of
             its `'fsdp'` entry.
-
-    Raises:
-        ValueError, TypeError: If the settings cannot be parsed or are invalid.
-        OSError: If a file cannot be read.
     """
     given: Any = {} if text is None else _read(text)
     if isinstance(given, FSDPConfig):

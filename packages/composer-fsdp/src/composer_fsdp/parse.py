@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy
 
 from composer_dist import Precision, dist
@@ -149,13 +149,6 @@ def configure_state(state: Any, config: Any) -> None:
     """Validate the settings of a training state, and set its `tp_config` and `device_mesh`.
 
     `State` finds this function through the entry point `parallelism`. Every rank must call it.
-
-    Args:
-        state: The training state, which has its model and device.
-        config: An object with the attributes `fsdp`, `fsdp2` and `tp`. Settings of other packages are left alone.
-
-    Raises:
-        ValueError: On every rank, if the settings are invalid, or if the ranks have different ones.
     """
     parts = {part: getattr(config, part, None) for part in _PARTS}
     is_own = any(isinstance(part, FSDPConfig | FSDP2Config | TPConfig) for part in parts.values())
@@ -177,8 +170,11 @@ def configure_state(state: Any, config: Any) -> None:
             4,
         )
         tp = None
-    device = torch.device(getattr(state.device, "torch_device", state.device or "cpu"))
-    state.tp_config, state.device_mesh = tp, _mesh_of(plan, device.type)
+    mesh = plan.device_mesh
+    if mesh is None and plan.degrees and dist.is_initialized():
+        device = torch.device(getattr(state.device, "torch_device", state.device or "cpu"))
+        mesh = init_device_mesh(device.type, tuple(plan.degrees.values()), mesh_dim_names=tuple(plan.degrees))
+    state.tp_config, state.device_mesh = tp, mesh
 
 
 def _plan_for(state: Any, config: ParallelismConfig) -> ShardingPlan:
@@ -198,12 +194,6 @@ def _plan_for(state: Any, config: ParallelismConfig) -> ShardingPlan:
             "others only."
         )
     return plan
-
-
-def _mesh_of(plan: ShardingPlan, device_type: str) -> DeviceMesh | None:
-    if plan.device_mesh is not None or not plan.degrees or not dist.is_initialized():
-        return plan.device_mesh
-    return init_device_mesh(device_type, tuple(plan.degrees.values()), mesh_dim_names=tuple(plan.degrees))
 
 
 SHARDING_MAP: dict[str, ShardingStrategy] = dict(ShardingStrategy.__members__)

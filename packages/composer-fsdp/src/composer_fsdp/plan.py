@@ -33,13 +33,6 @@ from composer_fsdp.config import (
 from composer_fsdp.groups import check_group, is_pair
 from composer_fsdp.mixed_precision import Dtypes, resolve_dtypes
 
-# Settings that a plan copies unchanged: from both configuration classes, and from `FSDPConfig` only.
-_OF_BOTH = {"activation_cpu_offload", "load_monolith_rank0_only", "mixed_precision", "verbose"}
-_OF_FSDP = {
-    *("backward_prefetch", "backward_prefetch_limit", "forward_prefetch", "forward_prefetch_limit", "cpu_offload"),
-    *("te_checkpoint_wrapper", "auto_wrap", "tie_policy", "sync_module_states", "use_orig_params"),
-    "grad_sync_every_microbatch",
-}
 _ON_TWO_AXES = {"FULL_SHARD": "HYBRID_SHARD", "SHARD_GRAD_OP": "_HYBRID_SHARD_ZERO2"}
 _ON_ONE_AXIS = {after: before for before, after in _ON_TWO_AXES.items()}
 
@@ -172,11 +165,12 @@ def make_plan(
     if tp is not None and tp.tensor_parallel_degree == 1:
         tp = None  # nothing to split, and an axis of one rank would override a process group
     check_values(own)
+    known = {entry.name for entry in fields(own)}
     settings: dict[str, Any] = {
         # Flags may be given as numbers or None.
         entry.name: bool(getattr(own, entry.name)) if isinstance(entry.default, bool) else getattr(own, entry.name)
         for entry in fields(ShardingPlan)
-        if entry.name in (_OF_BOTH if isinstance(own, FSDP2Config) else _OF_BOTH | _OF_FSDP)
+        if entry.name in known
     }
     settings |= {
         "activation_checkpointing": own.activation_checkpointing,  # a flag or 'selective'
@@ -203,7 +197,6 @@ def make_plan(
 
 
 def _mesh_settings(config: FSDP2Config, tp: TPConfig | None, world_size: int, stacklevel: int) -> dict[str, Any]:
-    """Return the settings that follow from a user's mesh, or from its absence."""
     mesh, reshard = config.device_mesh, config.reshard_after_forward
     if mesh is not None:
         check_mesh(mesh, world_size)
@@ -236,7 +229,6 @@ def _mesh_settings(config: FSDP2Config, tp: TPConfig | None, world_size: int, st
 
 
 def _group_settings(config: FSDPConfig, tp: TPConfig | None, world_size: int, stacklevel: int) -> dict[str, Any]:
-    """Return the settings that follow from strategy, degrees and process group."""
     has_degrees = config.data_parallel_shard_degree != -1 or config.data_parallel_replicate_degree is not None
     group = config.process_group
     if group is not None and (has_degrees or tp is not None):
@@ -308,11 +300,7 @@ _NARROW_KEYS_OF_A_UNIT = ("reshard_after_forward", "mixed_precision", "device_me
 
 
 def function_of(name: str, root: nn.Module) -> WrapFunction | None:
-    """Return a root's `fsdp_wrap_fn`, or `None`.
-
-    Raises:
-        TypeError: If the attribute is not callable.
-    """
+    """Return a root's `fsdp_wrap_fn`, or `None`."""
     function: Any = getattr(root, "fsdp_wrap_fn", None)
     if function is not None and not callable(function):
         raise TypeError(
@@ -323,11 +311,7 @@ def function_of(name: str, root: nn.Module) -> WrapFunction | None:
 
 
 def answer_of(function: WrapFunction | None, name: str, module: nn.Module) -> bool | Mapping[str, Any]:
-    """Return the result of a wrap function for a module; `None` counts as `False`.
-
-    Raises:
-        TypeError: If the result is neither a bool nor a dict.
-    """
+    """Return the result of a wrap function for a module; `None` counts as `False`."""
     answer: Any = None if function is None else function(module)
     if answer is None:
         return False

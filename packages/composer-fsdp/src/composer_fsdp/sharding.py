@@ -18,6 +18,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.optim import Optimizer
 
 from composer_dist import Precision, dist, get_device, seed_context
@@ -31,7 +32,7 @@ from composer_fsdp.meshes import Meshes
 from composer_fsdp.mixed_precision import Dtypes, Prefetching, cast_buffers, resolve_dtypes
 from composer_fsdp.plan import ShardingPlan, WrapFunction, make_plan
 from composer_fsdp.state_dicts import check_optimizers, names_of_parameters, rebuild
-from composer_fsdp.tensor_parallel import agreed, check_layer_plan, split_tensors, warn_of_different_weights
+from composer_fsdp.tensor_parallel import agreed, check_layer_plan, warn_of_different_weights
 from composer_fsdp.unit_selection import check_param_tying, choose
 from composer_fsdp.wrap_rules import Unit, function_of_policy, stays_whole
 
@@ -110,20 +111,6 @@ def shard_model(
     """Shard a model and its optimizers, in place. Every rank must call this.
 
     Checks that need no communication run first.
-
-    Args:
-        model: The model, whose direct children are sharded.
-        plan: The sharding plan.
-        device: The device of this rank.
-        optimizers: The model's optimizers.
-        mesh: An existing mesh of all axes.
-        wraps_itself: Whether the model itself is the root, instead of its children.
-        wrap_fn: Replacement for the `fsdp_wrap_fn` of the roots.
-        check_fn: Replacement for the `activation_checkpointing_fn` of the children.
-        param_init_fn: Initializes weights on the meta device in modules without a function of that name.
-
-    Raises:
-        ValueError, KeyError, NotImplementedError, RuntimeError: If model, optimizers and plan do not fit together.
     """
     choice = choose(model, plan, optimizers, wraps_itself=wraps_itself, wrap_fn=wrap_fn, check_fn=check_fn)
     syncs = plan.sync_module_states and plan.auto_wrap
@@ -137,7 +124,7 @@ def shard_model(
     meshes = Meshes(plan, device.type, mesh)
     with check_param_tying(model):
         if plan.layer_plan is not None and meshes.tensor is not None:
-            split_tensors(model, meshes.tensor, plan.layer_plan)
+            parallelize_module(model, meshes.tensor, dict(plan.layer_plan))
         units = wrap_activations(model, plan, choice.units, choice.recomputed.__contains__)
         sharder = Sharder(plan, meshes, device)
         for unit in units:
@@ -225,8 +212,7 @@ class Sharder:
         return self._noted(self._meshes.of_groups(group))
 
     def _noted(self, mesh: DeviceMesh) -> DeviceMesh:
-        """Return a mesh, and record it if other ranks have different weights."""
-        if mesh.size() < dist.get_world_size():
+        if mesh.size() < dist.get_world_size():  # other ranks have different weights
             self.local_meshes.add(mesh)
         return mesh
 
@@ -493,7 +479,7 @@ def prepare_tp_module(
         degree = tp_config.tensor_parallel_degree
         whole = init_device_mesh(device_type, (dist.get_world_size() // degree, degree), mesh_dim_names=AXES[1:])
         mesh = whole[AXES[2]]
-    split_tensors(model, mesh, layer_plan)
+    parallelize_module(model, mesh, dict(layer_plan))
     rebuild(several, names, model)
 
 

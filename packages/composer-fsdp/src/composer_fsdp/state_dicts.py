@@ -34,9 +34,6 @@ def set_model(model: nn.Module, weights: Mapping[str, Any], *, strict: bool) -> 
 
     Returns:
         The missing names and the unexpected names.
-
-    Raises:
-        RuntimeError: If `strict` and there are missing or unexpected names, or if a shape does not match.
     """
     own = {canonical_name(name): value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
     missing = [name for name in own if name not in weights]
@@ -170,23 +167,20 @@ def rebuild(optimizers: Sequence[Optimizer], names: Mapping[nn.Parameter, str], 
 
 def separate_kinds(optimizers: Sequence[Optimizer]) -> None:
     """Disable foreach and fused kernels for groups with both DTensors and plain tensors, which these do not accept."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            if len({isinstance(parameter, DTensor) for parameter in group["params"]}) > 1:
-                _take_one_by_one(group)
-
-
-def _take_one_by_one(group: dict[str, Any]) -> None:
-    for name in ("foreach", "fused"):
-        if group.get(name):
-            warnings.warn(
-                f"{name}=True is not followed: a group of the optimizer has sharded and unsharded parameters, which "
-                f"torch's {name} kernels do not accept together. Put the unsharded ones into a group of their own.",
-                UserWarning,
-                stacklevel=4,
-            )
-        if name in group:
-            group[name] = False
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        if len({isinstance(parameter, DTensor) for parameter in group["params"]}) == 1:
+            continue
+        for name in ("foreach", "fused"):
+            if group.get(name):
+                warnings.warn(
+                    f"{name}=True is not followed: a group of the optimizer has sharded and unsharded parameters, "
+                    f"which torch's {name} kernels do not accept together. Put the unsharded ones into a group of "
+                    f"their own.",
+                    UserWarning,
+                    stacklevel=3,
+                )
+            if name in group:
+                group[name] = False
 
 
 @contextmanager

@@ -77,10 +77,11 @@ class FSDP(SingleDevice):
 
     @property
     def batch_rank(self) -> int:
-        """Return a number for this rank's part of the batch, the same for all ranks of a tensor-parallel group."""
+        """Return the number of this rank's part of the batch, the same for all ranks of a tensor-parallel group."""
         given = self.plan.tp_device_mesh
-        if given is not None:  # a user's mesh may group ranks in any way, so the lowest rank stands for the group
-            return min(tdist.get_process_group_ranks(given.get_group()))
+        if given is not None:  # a user's mesh may have groups such as 0, 2 and 1, 3
+            first, second, *_ = sorted(tdist.get_process_group_ranks(given.get_group()))
+            return first if second - first == self.world_size else first // self.plan.tensor_parallel_degree
         return dist.get_global_rank() // self.plan.tensor_parallel_degree
 
     @property
@@ -375,13 +376,20 @@ class TensorParallelBatchCheck:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._ranks = tdist.get_process_group_ranks(mesh.get_group())
-        self._seen: str | None = None
+        self._seen: int | None = None
         self._is_compared = False
 
     def see(self, batch: Any) -> None:
         """Record the fingerprint of the first batch, which synchronizes with the device once."""
-        if self._seen is None and not self._is_compared:
-            self._seen = _fingerprint(batch)
+        if self._seen is not None or self._is_compared:
+            return
+        checksum = 0
+        for leaf in tree_leaves(batch):
+            if isinstance(leaf, torch.Tensor):
+                # As bytes, since NumPy has no bfloat16, and flat, since a 0-dim tensor has no view as bytes.
+                leaf = leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+            checksum = zlib.crc32(leaf if isinstance(leaf, bytes) else repr(leaf).encode(), checksum)
+        self._seen = checksum
 
     def forget(self) -> None:
         """Discard the recorded batch, so that the next one is recorded in its place."""
@@ -402,13 +410,3 @@ class TensorParallelBatchCheck:
                 UserWarning,
                 stacklevel=2,
             )
-
-
-def _fingerprint(batch: Any) -> str:
-    checksum = 0
-    for leaf in tree_leaves(batch):
-        if isinstance(leaf, torch.Tensor):
-            # As bytes, since NumPy has no bfloat16, and flat, since a 0-dim tensor has no view as bytes.
-            leaf = leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-        checksum = zlib.crc32(leaf if isinstance(leaf, bytes) else repr(leaf).encode(), checksum)
-    return f"{checksum:08x}"

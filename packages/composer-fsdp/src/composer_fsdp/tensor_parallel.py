@@ -8,9 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from composer_dist import RankDisagreementError, check_agreement, dist
 from composer_dist.wrapping import canonical_name
@@ -45,12 +44,6 @@ def check_layer_plan(model: nn.Module, layer_plan: Mapping[str, Any]) -> None:
                 )
 
 
-def split_tensors(model: nn.Module, mesh: DeviceMesh, layer_plan: Mapping[str, Any]) -> None:
-    """Apply tensor parallelism to the modules named in a plan, in place. Every rank must call this."""
-    # `parallelize_module` accepts only a dict, not any mapping.
-    parallelize_module(model, mesh, dict(layer_plan))
-
-
 def _fits(name: str, pattern: str) -> bool:
     """Return whether a module name matches a pattern component by component, as in `parallelize_module`."""
     parts, patterns = name.split("."), pattern.split(".")
@@ -64,10 +57,6 @@ def agreed(choose: Callable[[], T], describe: Callable[[T], Mapping[str, Any]]) 
     """Return the result of a function after checking that all ranks agree on it. Every rank must call this.
 
     `choose` must not communicate. `describe` returns the facts of its result that must be equal on all ranks.
-
-    Raises:
-        RankDisagreementError: If the facts differ, or `choose` failed on another rank only.
-        Exception: The exception of `choose` on this rank, at once if there is no process group yet.
     """
     try:
         chosen = choose()

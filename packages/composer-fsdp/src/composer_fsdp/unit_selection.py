@@ -65,7 +65,15 @@ def choose(
         if plan.layer_plan is not None:
             check_layer_plan(model, plan.layer_plan)
         if (plan.sync_module_states and plan.auto_wrap) or plan.load_monolith_rank0_only:
-            _refuse_duplicates(model)
+            first: dict[nn.Module, str] = {}
+            for name, module in model.named_modules(remove_duplicate=False):
+                if module in first and next(module.parameters(), None) is not None:
+                    raise ValueError(
+                        f"the model has duplicate module references, {first[module]!r} and {name!r}, and rank 0's "
+                        f"weights are broadcast by name. Keep the module under one name, or load the weights on every "
+                        f"rank."
+                    )
+                first[module] = name
         recomputed = frozenset(chosen_for_checkpointing(model, check_fn) if recomputes else ())
         if recomputes and not recomputed:
             warn_of_none_chosen(model, stacklevel=2)
@@ -85,17 +93,6 @@ def units_of(
     units = resolve_ties(model, units, plan.tie_policy, left_whole(model, plan))
     check_units(model, units, plan)
     return units
-
-
-def _refuse_duplicates(model: nn.Module) -> None:
-    names: dict[nn.Module, str] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        if module in names and next(module.parameters(), None) is not None:
-            raise ValueError(
-                f"the model has duplicate module references, {names[module]!r} and {name!r}, and rank 0's weights are "
-                f"broadcast by name. Keep the module under one name, or load the weights on every rank."
-            )
-        names[module] = name
 
 
 def _facts(model: nn.Module, plan: ShardingPlan, choice: Choice) -> dict[str, Any]:
@@ -240,11 +237,7 @@ def check_param_tying(model: nn.Module) -> Iterator[None]:
 def resolve_ties(
     model: nn.Module, units: Sequence[Unit], policy: str, whole: Collection[nn.Parameter] = ()
 ) -> list[Unit]:
-    """Return units that share no weights with each other, descendants first.
-
-    Raises:
-        ValueError: If units share weights and cannot be grouped, or share them with modules outside of all units.
-    """
+    """Return units that share no weights with each other, descendants first."""
     resolved = _grouped(units, policy, set(whole))
     for root in [unit for unit in resolved if unit.is_root]:
         inside = set(root.module.modules())

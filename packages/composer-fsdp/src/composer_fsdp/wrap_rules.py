@@ -20,10 +20,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.fsdp.wrap import (
-    CustomPolicy,  # torch has no public name for their base
-    _Policy,  # torch has no public name for their base
-)
+from torch.distributed.fsdp.wrap import CustomPolicy, _Policy  # torch has no public name for the base of policies
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves  # torch has no public name for it
 
@@ -59,11 +56,6 @@ def choose_units(
     """Return the units of a model, nested units first, without changing the model or communicating.
 
     `wraps_itself` makes the model itself the root, as for a plain module; `wrap_fn` replaces the roots' `fsdp_wrap_fn`.
-
-    Raises:
-        ValueError: If `fsdp_wrap_fn` returns an unknown setting, or an ignored module is not in the model. An unknown
-            setting is a KeyError with an `FSDP2Config`.
-        TypeError: If `fsdp_wrap_fn` returns neither a bool nor a dict.
     """
     if not plan.auto_wrap:
         return []
@@ -230,11 +222,7 @@ def generate_composer_model_policy(composer_model: nn.Module) -> CustomPolicy:
 
 
 def function_of_policy(model: nn.Module, policy: Any) -> WrapFunction | None:
-    """Return the `fsdp_wrap_fn` equivalent to a wrapping policy.
-
-    Raises:
-        TypeError: If the policy has another type.
-    """
+    """Return the `fsdp_wrap_fn` equivalent to a wrapping policy."""
     if isinstance(policy, _Policy):
         chosen = policy._run_policy(model, set(), {})  # the only way to evaluate a policy without FSDP1
         return lambda module: (dict(chosen[module]) or True) if module in chosen else False

@@ -278,7 +278,7 @@ class Dice(Metric):
         >>> metric = Dice(num_classes=1)
         >>> metric.update(torch.tensor([[[0.0, 0.0], [1.0, 1.0]]]), torch.tensor([[1, 0]]))
         >>> metric.compute()
-        66.67
+        tensor(66.6700, dtype=torch.float64)
 
     Reference:
         Dice, "Measures of the Amount of Ecologic Association Between Species", Ecology 26(3), 1945.
@@ -313,6 +313,7 @@ class Dice(Metric):
         self.dice += torch.where(both == 0, 1.0, 2 * (predicted & actual).sum(dim=-1) / both).sum(dim=1)
         self.n_updates += len(pred)
 
-    def compute(self) -> float:
+    def compute(self) -> Tensor:
         """Average over samples and classes, rounded to two decimals."""
-        return round((100 * self.dice / self.n_updates).mean().item(), 2)
+        # On the device, without reading it; float64, so that the number is that of the two decimals.
+        return (100 * self.dice / self.n_updates).mean().double().round(decimals=2)

@@ -20,8 +20,9 @@ class Schedule:
     a schedule of `'lr'`, which is useful for some of the parameter groups.
 
     Args:
-        target: A setting of the parameter groups (`'weight_decay'`, `'momentum'`, `'betas[1]'`, `'lr'`), or the class
-            of an algorithm and its argument (`'MixUp.alpha'`, `'EMA.half_life'`).
+        target: A setting of the parameter groups (`'weight_decay'`, `'momentum'`, `'betas[1]'`, `'lr'`), the class of
+            an algorithm and its argument (`'MixUp.alpha'`, `'EMA.half_life'`), or `'batch_size'`: the samples of a
+            batch over all ranks, at most those of the dataloader's batches, which the Trainer divides.
         curve: Any scheduler, or a function of the state.
         groups: The parameter groups: an index, the `'role'` or `'name'` of groups, a pattern such as `'*.bias'` that
             the names of all parameters of a group match, or several of these. `None`: all that have the setting.
@@ -58,7 +59,7 @@ class Schedule:
         self.absolute = absolute
         self._owner, self._name, index = match.groups()
         self._index = None if index is None else int(index)
-        if self._owner is not None and groups is not None:
+        if (self._owner is not None or target == "batch_size") and groups is not None:
             raise ValueError(f"groups={groups!r} selects parameter groups, and {target!r} is not a setting of them.")
 
     def __call__(self, state: Any, *ratio: float) -> float:
@@ -74,9 +75,9 @@ class Schedule:
         Raises:
             ValueError: If nothing is found, or it is not a number, or it is 0, which no factor changes.
         """
-        found = [self._find_algorithm(state)] if self._owner is not None else self._find_groups(state)
+        found = [self._find_algorithm(state)] if self._owner is not None else self._find_others(state)
         for name, owner in found:
-            value = self._initial(_group_or_algorithm(owner, state))
+            value = self._initial(_owner_in(owner, state))
             if _number(value) is None:
                 raise ValueError(f"{name} is {value!r}, which is not a number or a time, so it cannot be scheduled.")
             # An absolute learning rate is a factor as well, by which the schedulers of all groups multiply.
@@ -87,7 +88,7 @@ class Schedule:
 
     def set(self, owner: Any, factor: float, state: Any) -> float:
         """Set the number of an owner by the current value of the curve, and return it."""
-        owner = _group_or_algorithm(owner, state)
+        owner = _owner_in(owner, state)
         initial = self._initial(owner)
         base = _number(initial)
         value = as_finite(self.target, factor if self.absolute or base is None else base * factor)
@@ -96,6 +97,8 @@ class Schedule:
             if isinstance(time, Time):  # only fractions of the training are not whole; a length is 1 or more
                 time = Time(value if time.unit is TimeUnit.DURATION else max(1, round(value)), time.unit)
             setattr(owner, self._name, time if isinstance(time, Time) else value)
+            if self.target == "batch_size":
+                return owner.batch_size  # which has been rounded
         elif self._index is None:
             owner[self._name] = value
         else:
@@ -128,6 +131,13 @@ class Schedule:
                 f"that can: {', '.join(sorted(possible)) or 'none'}."
             )
         return self.target, owners[0]
+
+    def _find_others(self, state: Any) -> "list[tuple[str, Any]]":
+        if self.target != "batch_size":
+            return self._find_groups(state)
+        if getattr(getattr(state, "data_position", None), "sizes", None) is None:
+            raise ValueError("target='batch_size' needs a loop that divides batches, as the Trainer does.")
+        return [(self.target, None)]
 
     def _find_groups(self, state: Any) -> "list[tuple[str, Any]]":
         groups = groups_of(state)
@@ -194,7 +204,9 @@ def groups_of(state: Any) -> list[dict[str, Any]]:
     return [group for optimizer in state.optimizers for group in optimizer.param_groups]
 
 
-def _group_or_algorithm(owner: Any, state: Any) -> Any:
+def _owner_in(owner: Any, state: Any) -> Any:
+    if owner is None:  # the dataloader may be another one in the next fit
+        return state.data_position.sizes
     return groups_of(state)[owner] if isinstance(owner, int) else owner  # by index, since a load replaces the groups
 
 

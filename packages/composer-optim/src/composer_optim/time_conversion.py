@@ -102,7 +102,8 @@ def _batches_per_epoch(time: Time, state: SchedulerState) -> int:
     if state.dataloader_len is None:
         raise RuntimeError(
             f"{str(time)!r} cannot be converted to batches, because state.dataloader_len is None: the dataloader does "
-            f"not say how many batches it has. Give it a length (in a loop of your own, lambda_lr and lr_lambda take "
-            f"batches_per_epoch), or write the schedule and max_duration in batches, samples or tokens."
+            f"not say how many batches it has, or a schedule of 'batch_size' changes their number. Give it a length "
+            f"(in a loop of your own, lambda_lr and lr_lambda take batches_per_epoch), or write the schedule and "
+            f"max_duration in batches, samples or tokens."
         )
     return int(state.dataloader_len)

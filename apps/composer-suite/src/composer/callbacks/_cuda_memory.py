@@ -93,11 +93,9 @@ class MemoryRecorder(Callback):
             _add_uploader(self.remote_file_name, state, logger)
 
     def _record(self) -> None:
-        """Start recording the last allocations and frees, with their Python stacks."""
         torch.cuda.memory._record_memory_history("all", max_entries=self.max_entries)
 
     def _stop(self) -> None:
-        """Stop recording, and discard the record."""
         self._enabled = False
         torch.cuda.memory._record_memory_history(None)
 

@@ -120,7 +120,8 @@ def _whole_norms(tensors: list[Any]) -> list[Any]:
             continue
         # Reducing the stacked norms takes one collective, not one for each tensor.
         stacked: Any = torch.stack([torch.linalg.vector_norm(shard, dtype=_wide(shard)) for shard in shards])
-        norms.update(zip(indices, _host_values(stacked.full_tensor()), strict=True))
+        whole: Tensor = stacked.full_tensor()
+        norms.update(zip(indices, whole.tolist() if whole.is_cpu else whole.unbind(), strict=True))
     return [norms[index] for index in range(len(tensors))]
 
 
@@ -134,10 +135,6 @@ def _norms(tensors: list[Tensor]) -> Sequence[Any]:
 def _wide(tensor: Tensor) -> torch.dtype | None:
     # Norms can exceed 65,504, the maximum of float16, and bfloat16 has only 8 significant bits.
     return torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else None
-
-
-def _host_values(numbers: Tensor) -> Sequence[Any]:
-    return numbers.tolist() if numbers.is_cpu else numbers.unbind()
 
 
 def _norm_of(norms: list[Any]) -> Any:
@@ -167,16 +164,14 @@ def host_values(values: Mapping[str, Any]) -> dict[str, Any]:
     >>> host_values({"norm": torch.tensor(1.5), "lr": 0.1})
     {'norm': 1.5, 'lr': 0.1}
     """
-    on_host = {name: value for name, value in values.items() if _is_on_host(value)}
+    on_host = {
+        name: value for name, value in values.items() if type(value) is Tensor and value.is_cpu and value.numel() == 1
+    }
     if len({(value.dtype, value.shape) for value in on_host.values()}) == 1:
         numbers = torch.stack(list(on_host.values())).flatten().tolist()  # faster than `item` of each tensor
     else:
         numbers = [value.item() for value in on_host.values()]
     return {**values, **dict(zip(on_host, numbers, strict=True))}
-
-
-def _is_on_host(value: Any) -> bool:
-    return type(value) is Tensor and value.is_cpu and value.numel() == 1
 
 
 _UNITS: Final = (TimeUnit.BATCH, TimeUnit.EPOCH)

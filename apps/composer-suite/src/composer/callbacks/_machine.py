@@ -180,25 +180,24 @@ class SystemMetricsMonitor(Callback):
         return {name: value for name, value in vars(self).items() if name not in ("_machine", "_has_gpu")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore the state, with readers of the current machine."""
         vars(self).update(state)
         self._look_for_machine()
 
     def _look_for_machine(self) -> None:
         # nvidia-ml-py does not support AMD GPUs, which PyTorch also reports as CUDA devices.
         self._has_gpu = torch.cuda.is_available() and torch.version.hip is None
-        reading = _reading(HostReader(), GPUReader() if self._has_gpu else None)
-        self._machine = BackgroundReader("The machine's load", reading, _FRESH_S)
+        host, gpu = HostReader(), GPUReader() if self._has_gpu else None
+
+        # No method, since the reading thread must not keep the callback alive.
+        def read() -> tuple[dict[str, float], dict[str, float]]:
+            return host.read(), {} if gpu is None else gpu.read()
+
+        self._machine = BackgroundReader("The machine's load", read, _FRESH_S)
 
 
 def _copy(now: Timestamp, numbers: dict[str, float]) -> dict[str, float]:
     del now  # `log_lazily` passes the timestamp
     return dict(numbers)
-
-
-def _reading(host: HostReader, gpu: GPUReader | None) -> Callable[[], tuple[dict[str, float], dict[str, float]]]:
-    # Not a method, since the reading thread must not keep the callback alive.
-    return lambda: (host.read(), {} if gpu is None else gpu.read())
 
 
 def _named_by_rank(of_ranks: Sequence[dict[str, float]], log_all_data: bool) -> dict[str, float]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from composer_events.arguments import numbered
 from composer_events.callback import Callback
 from composer_events.logger import log_lazily
 from composer_optim.schedule import BoundSchedule
@@ -33,11 +34,8 @@ class LRMonitor(Callback):
         for scheduler in getattr(state, "schedulers", ()):  # an engine's state need not have them
             if isinstance(scheduler, BoundSchedule):
                 log_lazily(state, logger, _scheduled, scheduler.values)
-        classes: list[str] = []
-        for optimizer in state.optimizers:
-            classes.append(type(optimizer).__name__)
-            repeats = classes.count(classes[-1]) - 1
-            name = f"{classes[-1]}#{repeats}" if repeats else classes[-1]
+        names = numbered(type(optimizer).__name__ for optimizer in state.optimizers)
+        for name, optimizer in zip(names, state.optimizers, strict=True):
             for index, group in enumerate(optimizer.param_groups):
                 rate = group["lr"]
                 if isinstance(rate, float):

@@ -99,8 +99,11 @@ def get_gpu_flops_available(state: State) -> float:
         The peak without sparsity; 0.0 without a GPU, and, with a warning, for a GPU or precision that is not in
         `GPU_AVAILABLE_FLOPS`.
     """
-    name = _device_name(state)
-    if name is None:
+    if torch.cuda.is_available():
+        name = torch.cuda.get_device_name()
+    elif state.device.name == "neuron":
+        name = "trn1"
+    else:
         return 0.0
     precision = str(state.precision.value)
     key = find_device(name)
@@ -132,12 +135,6 @@ def find_device(name: str) -> str | None:
 def _begins_with(word: str, part: str) -> bool:
     """Return whether a word is the part or a variant of it: an A10G is an A10, but an A1000 is not."""
     return word.startswith(part) and not (part[-1].isdigit() and word[len(part) :][:1].isdigit())
-
-
-def _device_name(state: State) -> str | None:
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    return "trn1" if state.device.name == "neuron" else None
 
 
 _SECONDS: Final = {"seconds": 1, "minutes": 60, "hours": 60 * 60, "days": 24 * 60 * 60}
@@ -248,7 +245,6 @@ class SpeedMonitor(Callback):
         self.total_eval_wct = state["total_eval_wct"]
 
     def _forget(self) -> None:
-        """Clear the history after the time in training has gone back."""
         for history in (self.history_samples, self.history_tokens, self.history_wct, self.history_flops):
             history.clear()
         self.total_eval_wct = 0.0
@@ -261,18 +257,17 @@ class SpeedMonitor(Callback):
         metrics: dict[str, float] = {}
         # Logged only for a full window, and if the clock has advanced.
         if length > self._window_size and train_s > start_s:
-            metrics = self._throughput(train_s - start_s, now.num_samples - start_sample, now.num_tokens - start_token)
+            seconds, tokens = train_s - start_s, now.num_tokens - start_token
+            rates = {"batches_per_sec": self._window_size / seconds}
+            rates["samples_per_sec"] = (now.num_samples - start_sample) / seconds
+            if tokens > 0:
+                rates["tokens_per_sec"] = tokens / seconds
+            metrics = {f"throughput/{name}": rate for name, rate in rates.items()}
+            metrics |= {f"throughput/device/{name}": rate / self._world_size for name, rate in rates.items()}
         metrics["time/train"] = train_s / self._seconds
         metrics["time/val"] = eval_s / self._seconds
         metrics["time/total"] = (train_s + eval_s) / self._seconds
         return metrics
-
-    def _throughput(self, seconds: float, samples: int, tokens: int) -> dict[str, float]:
-        rates = {"batches_per_sec": self._window_size / seconds, "samples_per_sec": samples / seconds}
-        if tokens > 0:
-            rates["tokens_per_sec"] = tokens / seconds
-        of_all = {f"throughput/{name}": rate for name, rate in rates.items()}
-        return of_all | {f"throughput/device/{name}": rate / self._world_size for name, rate in rates.items()}
 
     def _flops(self, of_batch: Any, state: State) -> dict[str, Any]:
         try:

@@ -19,10 +19,7 @@ from torch.utils.data import IterableDataset
 
 from composer.loggers._service_queue import require
 from composer_dist import dist
-from composer_events.arguments import (
-    check_counts,
-    check_numbers,
-)
+from composer_events.arguments import check_counts, check_numbers
 from composer_events.callback import Callback
 from composer_events.hparams import get_composer_env_dict
 
@@ -134,7 +131,14 @@ class MLPerfCallback(Callback):
             self._file_handler.setLevel(logging.INFO)
             # The library only logs to the console by default, but the checker reads a file.
             self.mllogger.logger.addHandler(self._file_handler)
-            self._clear_caches()
+            if self.cache_clear_cmd is None:
+                warnings.warn(
+                    "cache_clear_cmd is not set. MLPerf requires that the system's caches are cleared before each run.",
+                    stacklevel=2,
+                )
+            else:
+                subprocess.run(self.cache_clear_cmd, check=True, text=True)
+                self.mllogger.start(key=self._constants.CACHE_CLEAR)
             self.mllogger.start(key=self._constants.INIT_START)
         if dist.get_global_rank() == 0:
             for key, value in {
@@ -192,8 +196,12 @@ class MLPerfCallback(Callback):
         succeeds = accuracy > self.target and not self.success
         self.success = self.success or succeeds
         if dist.get_global_rank() == 0:
-            self._log_evaluation(self._epoch_number(state), accuracy, succeeds)
+            constants, epoch = self._constants, self._epoch_number(state)
+            self.mllogger.end(key=constants.EVAL_STOP, metadata={"epoch_num": epoch})
+            self._event(constants.EVAL_ACCURACY, accuracy, {"epoch_num": epoch})
+            self.mllogger.end(key=constants.BLOCK_STOP, metadata={"first_epoch_num": epoch})
             if succeeds:
+                self.mllogger.end(key=constants.RUN_STOP, metadata={"status": constants.SUCCESS})
                 self._upload(logger)
         if succeeds and self.exit_at_target:
             state.stop_training()
@@ -204,16 +212,6 @@ class MLPerfCallback(Callback):
             self.mllogger.logger.removeHandler(self._file_handler)
             self._file_handler.close()
             self._file_handler = None
-
-    def _clear_caches(self) -> None:
-        if self.cache_clear_cmd is None:
-            warnings.warn(
-                "cache_clear_cmd is not set. MLPerf requires that the system's caches are cleared before each run.",
-                stacklevel=3,
-            )
-            return
-        subprocess.run(self.cache_clear_cmd, check=True, text=True)
-        self.mllogger.start(key=self._constants.CACHE_CLEAR)
 
     def _sizes(self, state: State) -> dict[str, Any]:
         if len(state.evaluators) > 1:
@@ -231,14 +229,6 @@ class MLPerfCallback(Callback):
         if state.evaluators:
             sizes[constants.EVAL_SAMPLES] = _num_samples(state.evaluators[0].dataloader.dataloader)
         return sizes
-
-    def _log_evaluation(self, epoch: int, accuracy: float, succeeds: bool) -> None:
-        constants = self._constants
-        self.mllogger.end(key=constants.EVAL_STOP, metadata={"epoch_num": epoch})
-        self._event(constants.EVAL_ACCURACY, accuracy, {"epoch_num": epoch})
-        self.mllogger.end(key=constants.BLOCK_STOP, metadata={"first_epoch_num": epoch})
-        if succeeds:
-            self.mllogger.end(key=constants.RUN_STOP, metadata={"status": constants.SUCCESS})
 
     def _event(self, key: str, value: Any, metadata: dict[str, Any] | None = None) -> None:
         self.mllogger.event(key=key, value=value, metadata={} if metadata is None else metadata)

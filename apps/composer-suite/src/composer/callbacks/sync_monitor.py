@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -129,7 +129,6 @@ class SyncMonitor(Callback):
         self._stop()
 
     def _take(self) -> Counter[str]:
-        """Move the latest waits to `lines`, and return them."""
         found = Counter(self._live)
         if self._live is not None:
             self._live.clear()
@@ -149,28 +148,33 @@ def _can_count(state: State) -> bool:
 def _counting_on_cuda() -> Generator[Counter[str]]:
     """Count the warnings of PyTorch's debug mode by line, and pass on all other warnings."""
     lines: Counter[str] = Counter()
-    mode = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
-        show = warnings.showwarning
+    mode, show = torch.cuda.get_sync_debug_mode(), warnings.showwarning
 
-        def note(message: Warning | str, *details: Any, **named: Any) -> None:
-            if str(message).startswith(_MESSAGE):
-                lines[_place()] += 1
-            else:
-                show(message, *details, **named)
+    def note(message: Warning | str, *details: Any, **named: Any) -> None:
+        if str(message).startswith(_MESSAGE):
+            lines[_place()] += 1
+        else:
+            show(message, *details, **named)
 
-        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
-        warnings.filterwarnings("always", _MESSAGE)
-        warnings.showwarning = note
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            yield lines
-        finally:
-            torch.cuda.set_sync_debug_mode(mode)
+    # Not `catch_warnings`, which would undo the filters that a script sets during the fit.
+    warnings.filterwarnings("always", _MESSAGE)
+    filters = cast("list[Any]", warnings.filters)
+    own = filters[0]
+    warnings.showwarning = note
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+            torch.cuda.set_sync_debug_mode("warn")
+        yield lines
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+        if warnings.showwarning is note:
+            warnings.showwarning = show
+        if own in filters:
+            filters.remove(own)
 
 
 def _place() -> str:
-    """Return the innermost line outside PyTorch."""
     frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]  # `inspect.stack` reads the source of each frame
     while frame.f_back is not None and (
         frame.f_code.co_filename.startswith(_FILES_TO_SKIP) or frame.f_code.co_filename.endswith("warnings.py")

@@ -14,10 +14,6 @@ def validate_remote_path(remote_path: str) -> str:
 
     Args:
         remote_path: URI, such as `'s3://bucket/folder'`.
-
-    Raises:
-        ValueError: If it is a local path, or there are no objects.
-        NotImplementedError: If this kind of URI is not supported.
     """
     return f"Found {len(list_remote_objects(remote_path))} objects at {remote_path}"
 

@@ -21,7 +21,10 @@ from composer_time import Timestamp
 
 def start_lines(state: State, hparams: Mapping[str, Any]) -> list[str]:
     """Describe the environment, the model, the data, the hyperparameters of the script, and the loaded checkpoint."""
-    lines = [_environment(state), _model(state), _data(state), _hyperparameters(hparams)]
+    named = {str(name): value for name, value in hparams.items()}
+    given = [f"{name}={named[name]}" for name in sorted(named) if not _OF_TRAINER.fullmatch(name)]
+    lines = [_environment(state), _model(state), _data(state)]
+    lines.append(f"hyperparameters: {', '.join(given)}" if given else "")
     if state.load_path is not None:
         is_resumed = state.timestamp.num_batches > 0
         lines.append(f"{'Resumed from' if is_resumed else 'Loaded'} {state.load_path} at {moment(state)}")
@@ -32,12 +35,6 @@ def start_lines(state: State, hparams: Mapping[str, Any]) -> list[str]:
 _OF_TRAINER = re.compile(
     "composer_version|composer_commit_hash|num_nodes|num_[a-z]+s_per_node|node_name|rank_zero_seed|enabled_algorithms/.*"
 )
-
-
-def _hyperparameters(hparams: Mapping[str, Any]) -> str:
-    named = {str(name): value for name, value in hparams.items()}
-    given = [f"{name}={named[name]}" for name in sorted(named) if not _OF_TRAINER.fullmatch(name)]
-    return f"hyperparameters: {', '.join(given)}" if given else ""
 
 
 def moment(state: State) -> str:
@@ -164,7 +161,7 @@ def end_lines(
 ) -> list[str]:
     """Describe the end of training: how long it took, the final results, the last checkpoint, and the run page."""
     ended = f"{'Stopped early' if is_early else 'Finished'} at {moment(state)}, in {format_seconds(seconds)}"
-    reasons = _stop_reasons(state) if is_early else ()
+    reasons = [reason for _, reason in stop_reasons(state)] if is_early else ()
     numbers = ", ".join(f"{name} {number:.4g}" for name, number in _numbers(results))
     saved = [path for each in state.callbacks for path in getattr(each, "saved_checkpoints", ())[-1:]]
     return [
@@ -174,12 +171,13 @@ def end_lines(
     ]
 
 
-def _stop_reasons(state: State) -> Iterator[str]:
+def stop_reasons(state: State) -> Iterator[tuple[str, str]]:
+    """Yield the class and the `stop_reason` of callbacks and algorithms that have one."""
     for each in (*state.callbacks, *state.algorithms):
         with suppress(Exception):  # a foreign property may raise anything
             reason = getattr(each, "stop_reason", None)
             if isinstance(reason, str):
-                yield reason
+                yield type(each).__name__, reason
 
 
 def format_seconds(seconds: float) -> str:

@@ -49,12 +49,7 @@ PixelsAndMasks: TypeAlias = "Iterator[tuple[NDArray[np.uint8], dict[str, NDArray
 
 
 class LoggedImages:
-    """Copy of images at the time of logging. Shapes are checked immediately, pixels are read later.
-
-    Raises:
-        ValueError: If an axis is empty, an image has more than three or fewer than two axes, or the number or the axes
-            of the masks do not match the images.
-    """
+    """Copy of images at the time of logging. Shapes are checked immediately, pixels are read later."""
 
     def __init__(self, images: Any, channels_last: bool = False, masks: Mapping[str, Any] | None = None) -> None:
         self._snapshot = Snapshot({"images": images, "masks": dict(masks or {})})
@@ -345,17 +340,14 @@ class Outbox:
                 # Outside the lock, since `post` would otherwise wait for the service.
                 call()
             except Exception as error:
-                self._take_error(line, error)
+                line.num_errors += 1
+                if line.num_errors == 1:
+                    self._warn(line, f"did not take what was logged; training continues: {_named(error)}")
+                _log.debug("%s did not take what was logged.", self.service, exc_info=error)
             with line.changed:
                 line.is_busy = False
                 line.size_bytes -= size_bytes
                 line.changed.notify_all()
-
-    def _take_error(self, line: "_Line", error: Exception) -> None:
-        line.num_errors += 1
-        if line.num_errors == 1:
-            self._warn(line, f"did not take what was logged; training continues: {_named(error)}")
-        _log.debug("%s did not take what was logged.", self.service, exc_info=error)
 
     def _warn(self, line: "_Line", text: str) -> None:
         message = f"{self.service} {text}"
@@ -516,11 +508,7 @@ def open_on_ranks(
 
 
 def require(module: str, *, extra: str, package: str | None = None) -> Any:
-    """Import a library of an optional extra of this distribution; `package` is its name in package registries.
-
-    Raises:
-        MissingConditionalImportError: If it is not installed.
-    """
+    """Import a library of an optional extra of this distribution; `package` is its name in package registries."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:

@@ -54,6 +54,8 @@ class TextLogger(BufferedDestination):
     Rank 0 also describes the run at its start, after each evaluation and at its end.
     """
 
+    takes_latest = True
+
     def __init__(self, stream: str | TextIO, log_traces: bool) -> None:
         name = stream.lower() if isinstance(stream, str) else None
         if name not in (None, "stdout", "stderr") or (name is None and not callable(getattr(stream, "write", None))):
@@ -129,7 +131,6 @@ class TextLogger(BufferedDestination):
         self._write_on_rank_0(end_lines(state, seconds, is_early, total | evaluations, run_folders))
 
     def _results_of(self, label: str | None) -> dict[str, Any]:
-        """Return the results of the latest evaluation with a label, by the names of the metrics."""
         prefix = f"metrics/{label}/"
         return {name.removeprefix(prefix): value for name, value in self._results.items() if name.startswith(prefix)}
 
@@ -534,8 +535,8 @@ class _Bar:
         )
 
     def keep(self, metrics: dict[str, Any]) -> None:
-        """Store the values that belong to this bar."""
-        for name, value in metrics.items():
+        # Losses first.
+        for name, value in sorted(metrics.items(), key=lambda item: not item[0].startswith("loss/")):
             if name.startswith(self._shown):
                 self._values[_short(name)] = value
 
@@ -546,7 +547,6 @@ class _Bar:
         return interval.unit is _BATCH and stamp.num_batches % interval.value == 0
 
     def move(self, stamp: Timestamp, is_shown: bool) -> None:
-        """Advance to a timestamp, and show it with the values as of now."""
         position = self._count(stamp)
         if is_shown:
             self._set_values()
@@ -557,14 +557,12 @@ class _Bar:
             self._write_line()
 
     def close(self, is_shown: bool) -> None:
-        """Show the bar one last time, and leave it on the screen if it stays."""
         self._set_values()
         if is_shown:
             self._write_line()
         self._bar.close()
 
     def leave(self) -> None:
-        """Leave the bar as it is."""
         with suppress(OSError, ValueError):  # the stream may be closed
             self._bar.close()
 

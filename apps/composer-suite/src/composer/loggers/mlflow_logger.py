@@ -20,12 +20,7 @@ from composer.loggers._service_queue import (
     require,
 )
 from composer_dist import get_global_rank
-from composer_events.arguments import (
-    check_counts,
-    check_flags,
-    check_seconds,
-    check_text_lists,
-)
+from composer_events.arguments import check_counts, check_flags, check_seconds, check_text_lists
 from composer_events.hparams import convert_nested_dict_to_flat_dict
 from composer_events.logger import Logger
 from composer_events.state import State
@@ -298,11 +293,9 @@ class MLFlowLogger(QueuedLogger):
             await_registration_for: Seconds to wait until it is ready.
             tags: Tags of the version.
         """
+        full_name = self._registered_name(name)
         return self._mlflow.register_model(
-            model_uri=model_uri,
-            name=self._registered_name(name),
-            await_registration_for=await_registration_for,
-            tags=tags,
+            model_uri, full_name, await_registration_for=await_registration_for, tags=tags
         )
 
     def register_model_with_run_id(

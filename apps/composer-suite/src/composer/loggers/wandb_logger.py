@@ -238,7 +238,6 @@ def _artifact_name(remote_file_name: str) -> str:
 
 
 def _stamps(state: State) -> dict[str, Any]:
-    """Return the timestamps, as metadata of an artifact."""
     stamps = {f"timestamp/{name}": _plain(value) for name, value in state.timestamp.state_dict().items()}
     if state.dataloader is not state.train_dataloader:
         stamps |= {f"eval_timestamp/{name}": _plain(value) for name, value in state.eval_timestamp.state_dict().items()}

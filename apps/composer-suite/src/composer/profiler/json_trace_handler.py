@@ -316,11 +316,7 @@ def _finite(value: Any) -> float | None:
 
 
 def prepare_folder(folder: Path, *, overwrite: bool) -> None:
-    """Create a folder, which must be empty unless files may be overwritten. Every rank must call this.
-
-    Raises:
-        FileExistsError: If the folder is not empty and `overwrite` is false.
-    """
+    """Create a folder, which must be empty unless files may be overwritten. Every rank must call this."""
     folder.mkdir(parents=True, exist_ok=True)
     if not overwrite:
         ensure_folder_is_empty(folder)

@@ -34,9 +34,6 @@ def merge_traces(output_file: str, *trace_files: str, object_form: bool = False)
         output_file: File to write, with one event per line.
         *trace_files: The files; names that end in `.gz` are compressed by gzip.
         object_form: Write an object that contains the list instead of a list, as some viewers require.
-
-    Raises:
-        TypeError: If a file is not a trace.
     """
     with open(output_file, "w") as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": ' if object_form else "")
@@ -48,15 +45,7 @@ def merge_traces(output_file: str, *trace_files: str, object_form: bool = False)
 
 
 def extend_trace(merged_file: str, *trace_files: str) -> None:
-    """Append the events of further traces to a file written by `merge_traces`, without reading it.
-
-    Args:
-        merged_file: File with a list, which is replaced atomically.
-        *trace_files: As for `merge_traces`.
-
-    Raises:
-        TypeError: If a file is not a trace, or `merged_file` was not written by `merge_traces`.
-    """
+    """Append the events of further traces to a file written by `merge_traces`, without reading it."""
     unfinished = f"{merged_file}.unfinished"
     # A copy, so that neither a reader nor an interruption leaves half a list.
     shutil.copyfile(merged_file, unfinished)
@@ -98,7 +87,6 @@ class _Trace:
 
     @property
     def process(self) -> int | None:
-        """The rank of its events, if known."""
         return self.torch_rank if self.rank is None else self.rank
 
     def own_events(self) -> list[dict[str, Any]]:
@@ -162,14 +150,12 @@ def _shift_us(trace: _Trace, cycles: dict[int, list[tuple[int, int]]]) -> int:
     """Return the time to add to a trace: that of the last cycle of its rank that began before it."""
     of_rank = [] if trace.is_merged or trace.process is None else cycles.get(trace.process, [])
     # A file of torch has no common time; its last event is within its cycle.
-    when_us = _last_us(trace.events) if trace.rank is None else trace.clock_us
+    when_us = trace.clock_us
+    if trace.rank is None:
+        when_us = max((event["ts"] for event in trace.events if event.get("ph") != "M" and "ts" in event), default=0)
     if not of_rank or when_us is None:
         return 0
     return max((cycle for cycle in of_rank if cycle[0] <= when_us), default=min(of_rank))[1]
-
-
-def _last_us(events: list[dict[str, Any]]) -> float:
-    return max((event["ts"] for event in events if event.get("ph") != "M" and "ts" in event), default=0)
 
 
 def parse_trace(text: str, name: str) -> list[dict[str, Any]]:
@@ -178,13 +164,6 @@ def parse_trace(text: str, name: str) -> list[dict[str, Any]]:
     Times are in microseconds since 1970. Those of torch are relative to `baseTimeNanoseconds` and are converted. They
     are rounded to half a microsecond, which floats of this size represent exactly, so that every reader sees the same
     order and nesting of events.
-
-    Args:
-        text: Content of the file.
-        name: Name of the file, for errors.
-
-    Raises:
-        TypeError: If it is not a trace.
 
     Example:
         >>> parse_trace('[{"name": "a"},', "trace.json")
@@ -247,11 +226,7 @@ def main() -> None:
 
 
 def read_trace(path: str) -> list[dict[str, Any]]:
-    """Return the events of a file; names that end in `.gz` are compressed by gzip.
-
-    Raises:
-        TypeError: If the file is not a trace.
-    """
+    """Return the events of a file; names that end in `.gz` are compressed by gzip."""
     return parse_trace(_text(path), path)
 
 
@@ -261,7 +236,6 @@ def _text(path: str) -> str:
 
 
 def _fact(trace: list[dict[str, Any]], name: str) -> int | None:
-    """Return the last value of a metadata event."""
     found = None
     for event in trace:
         if event.get("ph") == "M" and event.get("name") == name:

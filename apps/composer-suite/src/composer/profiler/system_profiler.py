@@ -65,7 +65,9 @@ class SystemProfiler(Callback):
         psutil, profiler = require("psutil", extra="system"), profiler_of(state, self)
         counters: dict[str, Any] = {}  # of the network, at the last reading
         wanted: dict[Callable[[], None], bool] = {
-            lambda: _read_processors(psutil, profiler): self.profile_cpu,
+            lambda: profiler.marker("cpu", categories=["cpu"]).counter(
+                {"cpu_percent": psutil.cpu_percent()}
+            ): self.profile_cpu,
             lambda: _read_memory(psutil, profiler): self.profile_memory,
             lambda: _read_disks(psutil, profiler): self.profile_disk,
             lambda: _read_network(psutil, profiler, counters): self.profile_net,
@@ -93,10 +95,6 @@ def _succeeds(read: Callable[[], None]) -> bool:
         warn_logging_problem(f"The SystemProfiler leaves out what cannot be read: {type(error).__name__}: {error}")
         return False
     return True
-
-
-def _read_processors(psutil: Any, profiler: Profiler) -> None:
-    profiler.marker("cpu", categories=["cpu"]).counter({"cpu_percent": psutil.cpu_percent()})
 
 
 def _read_memory(psutil: Any, profiler: Profiler) -> None:

@@ -65,11 +65,7 @@ class TraceHandler(Callback):
 
 
 def profiler_of(state: State, callback: Callback) -> Any:
-    """Return the profiler of a run, which a callback needs.
-
-    Raises:
-        RuntimeError: If the Trainer has none.
-    """
+    """Return the profiler of a run, which a callback needs."""
     if state.profiler is None:
         raise RuntimeError(
             f"A {type(callback).__name__} needs a profiler, and the Trainer has none. Give it one: "

@@ -280,7 +280,6 @@ class _Line:
 
 
 def _json_number(value: Any) -> float | str | None:
-    """Return a number for JSON, or `None` for other values."""
     number = as_number(value)
     # JSON has neither NaN nor infinities.
     return number if number is None or math.isfinite(number) else str(number)

@@ -24,6 +24,7 @@ from composer_dist import get_local_world_size, get_world_size
 from composer_dist.wrapping import unwrap_model
 from composer_events.logger_destination import LoggerDestination
 from composer_events.state import State
+from composer_optim import Schedule
 from composer_optim.compile import compiled_from
 from composer_time import Time
 
@@ -122,7 +123,6 @@ def fit_settings(state: State) -> dict[str, Any]:
 
 
 def _model(state: State) -> dict[str, Any]:
-    """Return the class and the size of the model, without the wrappers of data parallelism."""
     model: Any = unwrap_model(state.model)
     inner = getattr(model, "module", None)
     num_all, num_trained = count_parameters(model)
@@ -160,9 +160,13 @@ def _schedulers(state: State) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for number, each in enumerate(compiled_from(state.schedulers), 1):
         name = "scheduler" if number == 1 else f"scheduler-{number}"
-        found[name] = getattr(each, "__name__", type(each).__name__)
-        if not inspect.isroutine(each) and not isinstance(each, torch.optim.lr_scheduler.LRScheduler):
-            found |= {f"{name}/{key}": value for key, value in _arguments(each).items()}
+        parts = {name: each}
+        if isinstance(each, Schedule):
+            parts[f"{name}/curve"] = each.curve
+        for key, part in parts.items():
+            found[key] = getattr(part, "__name__", type(part).__name__)
+            if not inspect.isroutine(part) and not isinstance(part, torch.optim.lr_scheduler.LRScheduler):
+                found |= {f"{key}/{argument}": value for argument, value in _arguments(part).items()}
     return found
 
 
@@ -181,7 +185,6 @@ def _parallelism(state: State) -> dict[str, Any]:
 
 
 def _changed_fields(config: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass that differ from their defaults."""
     values = {field.name: (getattr(config, field.name), field.default) for field in dataclasses.fields(config)}
     return {
         name: value
@@ -191,7 +194,6 @@ def _changed_fields(config: Any) -> dict[str, Any]:
 
 
 def _listeners(state: State) -> dict[str, Any]:
-    """Return the class names of the algorithms, the callbacks and the loggers."""
     loggers = [each for each in state.callbacks if isinstance(each, LoggerDestination)]
     others = [each for each in state.callbacks if not isinstance(each, LoggerDestination)]
     return {"algorithms": _names(state.algorithms), "callbacks": _names(others), "loggers": _names(loggers)}
@@ -228,7 +230,6 @@ def _arguments(algorithm: Any) -> dict[str, Any]:
 
 
 def _plain_items(settings: Mapping[Any, Any], without: frozenset[str] = frozenset()) -> dict[str, Any]:
-    """Return the plain entries, converted for JSON."""
     plain: dict[str, Any] = {}
     for name, value in settings.items():
         if isinstance(name, str) and name not in without:
@@ -238,7 +239,6 @@ def _plain_items(settings: Mapping[Any, Any], without: frozenset[str] = frozense
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
-    """Convert a value for JSON; raise an exception if it is not plain."""
     if isinstance(value, Enum):  # first, because a member may also be a string or a number
         return _plain(value.value, depth)
     if value is None or isinstance(value, (bool, str)):

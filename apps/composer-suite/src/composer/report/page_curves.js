@@ -6,8 +6,8 @@ const most = 60; // charts of a group shown initially, and added by each click o
 const many = 12; // a group of the user's own metrics with more charts than this is collapsed
 const view = { axis: "batch", smoothing: 0, log: false, filter: "", hidden: new Set(), shown: new Map(), open: new Set() };
 
-const titles = { loss: "Losses", metrics: "Metrics", throughput: "Throughput", memory: "Memory", time: "Time", trainer: "Trainer", activations: "Activations" };
-const firstGroups = ["Losses", "Metrics", "Learning rate", "Gradients", "Throughput", "Memory"];
+const titles = { loss: "Losses", metrics: "Metrics", schedule: "Schedules", throughput: "Throughput", memory: "Memory", time: "Time", trainer: "Trainer", activations: "Activations" };
+const firstGroups = ["Losses", "Metrics", "Learning rate", "Schedules", "Gradients", "Throughput", "Memory"];
 const secondGroups = ["Norms of layers", "Activations", "Time", "Trainer", "Machine"];
 
 function smoothed(values, weight) {

@@ -12,6 +12,7 @@ from logging import getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from composer.loggers._run_lines import stop_reasons
 from composer.loggers._service_queue import fatal_error, id_of_uncaught, warn_logging_problem
 from composer.report._run_files import (
     Acting,
@@ -32,8 +33,6 @@ from composer_events.formatting import check_placeholders, format_name_with_dist
 from composer_events.logger_destination import LoggerDestination
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from composer_events.logger import Logger
     from composer_events.state import State
     from composer_time import Time
@@ -136,7 +135,7 @@ class RunRecorder(LoggerDestination):
         self._is_writer = False
         self._is_fitting = False
         self._planned: Time[Any] | None = None  # the end of the current `fit`
-        self._known_reasons = frozenset[str]()  # of callbacks, at the start of the current `fit`
+        self._known_reasons = frozenset[tuple[str, str]]()  # of callbacks, at the start of the current `fit`
         self._has_fitted = False
         self._reason: str | None = None
         self._failure: str | None = None
@@ -260,7 +259,7 @@ class RunRecorder(LoggerDestination):
         # If the duration has already elapsed, `fit` trains nothing and must not change the recorded outcome.
         has_time = state.max_duration is None or state.timestamp < state.max_duration
         self._has_fitted = has_time
-        self._planned, self._known_reasons = (state.max_duration if has_time else None), frozenset(_reasons(state))
+        self._planned, self._known_reasons = (state.max_duration if has_time else None), frozenset(stop_reasons(state))
         self._reason = self._failure = self._cause = None
         self._settings |= fit_settings(state)
         self._flush("running")
@@ -284,7 +283,7 @@ class RunRecorder(LoggerDestination):
         """Write the metrics, and record why training has ended early, if it has."""
         self._is_fitting, self._has_worked = False, True
         if self._planned is not None and state.timestamp < self._planned:
-            told = [reason for reason in _reasons(state) if reason not in self._known_reasons]
+            told = [": ".join(reason) for reason in stop_reasons(state) if reason not in self._known_reasons]
             ended = "" if state.max_duration is None else f" at {state.max_duration.to_timestring()}"
             planned = self._planned.to_timestring()
             self._reason = "; ".join(told) or f"training has ended{ended}, and was to be {planned} long"
@@ -315,7 +314,6 @@ class RunRecorder(LoggerDestination):
             raise
 
     def _find_ending(self, state: State) -> str:
-        """Return the outcome of the run, and store its reason."""
         if self._failure is not None:
             return "failed"
         if self._is_fitting or self._reason is not None:
@@ -426,17 +424,6 @@ class RunRecorder(LoggerDestination):
             write_page([self.folder], self.folder / "report.html")
         except OSError as error:  # the run is over, and its record is complete without the page
             _log.warning("The page about %s could not be written: %s", self.folder, error)
-
-
-def _reasons(state: State) -> Iterator[str]:
-    """Yield the `stop_reason` of callbacks and algorithms."""
-    for each in (*state.callbacks, *state.algorithms):
-        try:
-            reason = getattr(each, "stop_reason", None)
-        except Exception:  # a foreign property may raise anything
-            continue
-        if isinstance(reason, str):
-            yield f"{type(each).__name__}: {reason}"
 
 
 VARIABLE = "COMPOSER_RUNS"

@@ -189,18 +189,7 @@ _POINTS_OF_PAGE: Final = 50_000  # of all curves, about 1 MB
 def describe_runs(
     folders: Sequence[str | os.PathLike[str]], *, max_points: int | None = None, verify: bool = False
 ) -> dict[str, Any]:
-    """Return the data of the page, ready for JSON.
-
-    Args:
-        folders: Folders written by `RunRecorder`s.
-        max_points: Maximum number of points kept per curve. By default 4000, or fewer if there are many curves, so
-            that a page of them stays small.
-        verify: Whether to verify the hashes of the checkpoints.
-
-    Raises:
-        FileNotFoundError: If a folder holds no run.
-        ValueError: If `folders` is empty or `max_points` is less than 3.
-    """
+    """Return the data of the page, ready for JSON."""
     if not folders:
         raise ValueError("No runs to show. Pass the folder of at least one.")
     if max_points is not None and max_points < 3:
@@ -318,7 +307,7 @@ _KNOWN: Final = tuple(
         (r"throughput/device/mfu", "share of the peak"),
         (r"memory/\w*(_mem|gigabytes)\w*", "GB"),
         (r"memory/alloc_retries\w*", "retries"),
-        (r"trainer/device_train_microbatch_size", "samples"),
+        (r"trainer/device_train_microbatch_size|schedule/batch_size", "samples"),
         (r"(cpu|disk)_memory_percent|cpu_percentage|(m\w\w_)?(gpu|memory)_percentage_rank_\d+", "%"),
         (r"(cpu|disk)_memory_\w+", "bytes"),
         (r"network_bytes_\w+", "bytes since the start of the machine"),

@@ -123,13 +123,11 @@ class TrainerArguments:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any], defaults: Mapping[str, Any]) -> TrainerArguments:
-        """Return the arguments, from the `locals()` of `Trainer.__init__`, with older ones translated."""
         defaults = {**defaults, **OLDER_NAMES_ONLY}
         values = {name: to_plain(value) for name, value in arguments.items() if name not in ("self", "older_names")}
         return cls(**translate(values | OLDER_NAMES_ONLY, arguments["older_names"], defaults), defaults=defaults)
 
     def is_default(self, name: str) -> bool:
-        """Return whether an argument has its default value."""
         return _is_default(name, getattr(self, name), self.defaults)
 
 
@@ -156,7 +154,6 @@ class FitArguments:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> FitArguments:
-        """Return the arguments, from the `locals()` of `fit`."""
         return cls(**{name: to_plain(value) for name, value in arguments.items() if name != "self"})
 
 
@@ -171,7 +168,6 @@ def _is_default(name: str, value: Any, defaults: Mapping[str, Any]) -> bool:
 
 
 def check_model(model: Any) -> ComposerModel:
-    """Return the model if it is a ComposerModel."""
     if isinstance(model, ComposerModel):
         return model
     kind = f"the class {model.__name__}; call it" if isinstance(model, type) else f"a {type(model).__name__}"
@@ -352,7 +348,6 @@ def refuse_twice(**members: Iterable[object]) -> None:
 
 
 def is_whole(value: object) -> bool:
-    """Return whether a value is an integer. Booleans are not."""
     return not isinstance(value, bool) and isinstance(value, Integral)
 
 

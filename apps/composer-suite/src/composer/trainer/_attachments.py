@@ -133,7 +133,6 @@ _ONLY_IF_USED = frozenset(
 
 
 def log_arguments(given: TrainerArguments, parts: ResolvedArguments, state: State, logger: Logger) -> dict[str, Any]:
-    """Log the resolved arguments as hyperparameters, and return them."""
     names = [each.name for each in fields(given) if each.name != "defaults"]
     used = [name for name in names if name not in _ONLY_IF_USED or not given.is_default(name)]
     hparams = extract_hparams(
@@ -181,7 +180,6 @@ def check_profiler(profiler: Any, destinations: list[LoggerDestination]) -> None
 
 
 def bind_profiler(profiler: Profiler | None, state: State, saver: CheckpointSaver | None) -> None:
-    """Attach a profiler to the state."""
     if profiler is None:
         return
     state.profiler = profiler
@@ -319,9 +317,6 @@ def check_load_path(arguments: TrainerArguments, state: State) -> None:
     """Raise on all ranks if a local checkpoint to load does not exist. Every rank must call this.
 
     With `autoresume`, the path is known only after the search for checkpoints, and is not checked here.
-
-    Raises:
-        NoCheckpointError: If it does not exist.
     """
     if arguments.load_path is not None and arguments.load_object_store is None and not arguments.autoresume:
         from composer_checkpoint.loader import check_local_path  # a slow import that not every run needs

@@ -31,7 +31,6 @@ from composer.trainer._arguments import (
     refuse_twice,
     refuse_unscalable,
 )
-from composer.trainer._data import Clock
 from composer.trainer._divergence_guard import DivergenceGuard, takes_none
 from composer.trainer._evaluation import (
     Evaluation,
@@ -53,6 +52,7 @@ from composer.trainer._fit_settings import (
     to_duration,
 )
 from composer.trainer._microbatching import HalveOnOom, Microbatching
+from composer.trainer._progress import Clock, Progress
 from composer.trainer._rank_sync import Ranks, broadcast_error
 from composer.trainer._report import Report, TrainMetrics, log_run_facts
 from composer.trainer._scaler import ClosureGradScaler, ShardedGradScaler
@@ -144,15 +144,7 @@ class ResolvedArguments:
 
 
 def build(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> Runtime:
-    """Check the arguments, and create all objects that training needs. Every rank must call this.
-
-    Args:
-        given: The arguments of `Trainer(...)`.
-        defaults: The default values of the arguments that have one.
-
-    Raises:
-        RankDisagreementError: If the ranks have different arguments, or only some reject theirs.
-    """
+    """Check the arguments, and create all objects that training needs. Every rank must call this."""
     try:
         arguments = TrainerArguments.of(given, defaults)
         resolved = ResolvedArguments(arguments)
@@ -251,7 +243,6 @@ def take_fit_arguments(runtime: Runtime, asked: FitArguments) -> TrainBatches:
 
 
 def _optimizers_of_fit(runtime: Runtime, asked: FitArguments) -> Sequence[Optimizer]:
-    """Return the optimizers of `fit`, new ones or those of the state."""
     state = runtime.state
     if asked.optimizers is not None:
         optimizers = choose_optimizers(asked.optimizers, runtime.model)
@@ -269,7 +260,6 @@ def _optimizers_of_fit(runtime: Runtime, asked: FitArguments) -> Sequence[Optimi
 def _precision_of_fit(
     runtime: Runtime, asked: FitArguments, optimizers: Sequence[Optimizer]
 ) -> tuple[Precision, GradScaler | None]:
-    """Return the precision of `fit`, and its gradient scaler if it needs one."""
     state, has_own = runtime.state, runtime.strategy.has_own_precision
     precision = state.precision
     if asked.precision is not None:
@@ -286,7 +276,6 @@ def _precision_of_fit(
 
 
 def make_scaler(precision: Precision, device: Device, optimizers: Sequence[Optimizer]) -> GradScaler | None:
-    """Return the gradient scaler for `amp_fp16`, or `None` for other precisions."""
     if precision is not Precision.AMP_FP16:
         return None
     for optimizer in optimizers:
@@ -333,12 +322,12 @@ class Runtime:
         self.state = make_state(arguments, resolved, rank_zero_seed)
         attachments.check_load_path(arguments, self.state)
         self.position = DataPosition.attach(self.state, arguments.spin_dataloaders)
+        self.position.share = strategies.share_of_data(self.strategy)
         self.logger = Logger(self.state, resolved.destinations)
         self.engine = Engine(self.state, self.logger, arguments.algorithm_passes)
         take_signals(self.engine)
         self._take_model(resolved.model)
         self.preemption = Preemption(self.state, self.logger, self.saver)
-        self._clock = Clock()
         self.plan = FitPlan(self.state, self.engine, self.ranks, self.position, resolved.microbatching)
         self.halve_on_oom: HalveOnOom | None = None
         self.local_hparams: dict[str, Any] = {}
@@ -381,7 +370,6 @@ class Runtime:
         strategies.seed_rank(state.rank_zero_seed, self.strategy)
 
     def fit_scaler(self) -> None:
-        """Replace the scaler if the optimizer needs one that supports closures."""
         state = self.state
         # By exact type, so that a scaler class of the user is kept.
         if takes_closure(state.optimizers) and type(state.scaler) in (GradScaler, ShardedGradScaler):
@@ -410,13 +398,11 @@ class Runtime:
         strategies.share_mesh(self.strategy, state)
 
     def set_evaluators(self, evaluators: Sequence[Evaluator]) -> None:
-        """Replace the evaluators."""
         self.state.eval_metrics = {}
         self.add_metrics(evaluators)
         self.state.evaluators = list(evaluators)
 
     def add_metrics(self, evaluators: Iterable[Evaluator]) -> None:
-        """Add copies of the metrics of evaluators to `state.eval_metrics`."""
         for evaluator in evaluators:
             selected = evaluator.select_metrics(metrics_by_name(self.model, is_train=False))
             self.state.eval_metrics[evaluator.label] = copy.deepcopy(selected)
@@ -475,7 +461,6 @@ class Runtime:
             dist.barrier()
 
     def make_loop(self, batches: TrainBatches) -> Loop:
-        """Return the training loop for these batches."""
         state = self.state
         scaler, is_scaled = state.scaler, state.precision is Precision.AMP_FP16 and not self.strategy.has_own_precision
         if is_scaled and (scaler is None or not scaler.is_enabled()):  # removed from the state, or disabled
@@ -510,21 +495,20 @@ class Runtime:
         if self.saver is not None:
             # Assigned for each fit, because the guard of an earlier one refers to its scaler and results.
             self.saver.before_save = None if guard is None else guard.check_weights
+        clock = Clock()
         return Loop(
             state=state,
             engine=self.engine,
             batches=batches,
             train_batch=train_batch,
             schedulers=SchedulerSteps(state, self.plan.settings.steps_every_batch),
-            evaluate=FitEvaluation(state, self.engine, self.make_evaluation(), self._clock, self.take_evaluators),
+            evaluate=FitEvaluation(state, self.engine, self.make_evaluation(), clock, self.take_evaluators),
             report=self._report,
-            clock=self._clock,
-            ranks=self.ranks,
+            progress=Progress(state, self.engine, self.ranks, clock),
             preemption=self.preemption,
         )
 
     def make_evaluation(self) -> Evaluation:
-        """Return the evaluation, in the current precision."""
         return Evaluation(
             self.state,
             self.engine,
@@ -535,5 +519,4 @@ class Runtime:
         )
 
     def make_prediction(self) -> Prediction:
-        """Return the prediction, in the current precision."""
         return Prediction(self.state, self.engine, self.strategy, make_autocast(self.state, self.strategy))

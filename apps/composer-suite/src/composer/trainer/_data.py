@@ -1,20 +1,20 @@
 """Batches of the training dataloader over epochs and calls of `fit`."""
 
 import math
-import time
 import warnings
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from numbers import Real
-from typing import Any
+from typing import Any, cast
+
+from torch.utils.data import DataLoader
 
 from composer.trainer import _error_context as error_context
 from composer.trainer._arguments import user_stacklevel
 from composer.trainer._rank_sync import Ranks, next_batch
-from composer.trainer._step import transform
+from composer.trainer._step import split, transform
 from composer_dist import get_global_rank, get_local_rank, get_world_size
 from composer_dist.stale_memory import tidy_shared_memory
-from composer_events.data_position import DataPosition, dataset_counts_samples, keeps_own_state
+from composer_events.data_position import BatchSizes, DataPosition, dataset_counts_samples, keeps_own_state
 from composer_events.data_spec import DataSpec
 from composer_events.engine import Engine
 from composer_events.event import Event
@@ -49,6 +49,11 @@ class TrainBatches:
         self._num_read = 0  # batches taken from it
         self._is_untouched = True  # nothing was read since the epoch was opened
         self._latest: Any = None
+        # With a schedule of the batch size, which divides the batches of the dataloader:
+        self._limit: Time[int] | None = None  # batches of the dataloader in an epoch
+        self._num_whole = self._offset = self._skip = 0  # how many were read, and how many samples of the latest
+        self._whole: Any = None
+        self._num_in_whole = 0
         self._exhausted = False
         self._is_warned = False  # one warning for a rank with fewer batches is enough
 
@@ -82,6 +87,26 @@ class TrainBatches:
             self._raise_empty_dataloader()
         self._exhausted = True
 
+    def divide(self) -> None:
+        """Divide the batches of the dataloader into those that a schedule of the batch size asks for."""
+        state, loader = self._state, cast("object", self.data_spec.dataloader)
+        size, reason = getattr(loader, "batch_size", None), None
+        if state.deepspeed_enabled:
+            reason = "deepspeed_config, which fixes the batch size. Train with DDP or FSDP"
+        elif not isinstance(loader, DataLoader) or not isinstance(size, int) or keeps_own_state(loader):
+            kind = type(self.data_spec.dataloader).__name__
+            reason = f"train_dataloader={kind}. Give a torch DataLoader with a batch_size"
+        elif dataset_counts_samples(loader):
+            reason = "a dataset with state_dict(num_samples, from_beginning). Give one without"
+        elif self._open is not None and self._position.sizes is None:
+            reason = "an epoch that has begun without it. Call fit with it at the end of an epoch"
+        if reason is not None:
+            raise ValueError(f"schedulers has a schedule of 'batch_size', which does not go with {reason}.")
+        if self._position.sizes is None:
+            self._position.sizes = BatchSizes(cast("int", size), self._ranks.world_size)
+        if state.dataloader_len is not None:  # epochs have an unknown number of batches from here on
+            self._limit, state.dataloader_len = state.dataloader_len, None
+
     def resume(self) -> None:
         """Restore the random state of the checkpoint, if it was written between two epochs.
 
@@ -103,8 +128,10 @@ class TrainBatches:
 
     def epoch_is_complete(self) -> bool:
         """Return whether every batch of the epoch has been trained on; close the epoch if so."""
-        length = self._state.dataloader_len
-        complete = self._exhausted or (length is not None and self._state.timestamp.batch_in_epoch >= length)
+        length, num_read = self._state.dataloader_len, self._state.timestamp.num_batches_in_epoch
+        if self._position.sizes is not None:
+            length, num_read = self._limit, self._num_whole - (self._offset < self._num_in_whole)
+        complete = self._exhausted or (length is not None and num_read >= length.value)
         if complete:
             self._open = None
         return complete
@@ -121,17 +148,42 @@ class TrainBatches:
     @error_context.stage("the dataloader")
     def _read(self) -> bool:
         """Read the next batch, and return whether there was one."""
-        assert self._open is not None
-        length = self._state.dataloader_len
-        if length is not None and self._num_read >= length.value:
-            self._show_end()
-            return False
-        batch = next_batch(self._open, self.data_spec.dataloader, self._num_read, _NO_BATCH)
+        sizes = self._position.sizes
+        if sizes is None:
+            batch = self._read_whole(self._num_read, self._state.dataloader_len)
+        else:
+            batch = self._read_part(sizes)
         if batch is _NO_BATCH:
             return False
-        self._is_untouched = False
-        self._latest = transform("batch_transforms", self.data_spec, batch)
+        self._latest = batch
         return True
+
+    def _read_whole(self, num_read: int, length: Time[int] | None) -> Any:
+        """Return the next batch of the dataloader."""
+        assert self._open is not None
+        if length is not None and num_read >= length.value:
+            self._show_end()
+            return _NO_BATCH
+        batch = next_batch(self._open, self.data_spec.dataloader, num_read, _NO_BATCH)
+        if batch is _NO_BATCH:
+            return _NO_BATCH
+        self._is_untouched = False
+        return transform("batch_transforms", self.data_spec, batch)
+
+    def _read_part(self, sizes: BatchSizes) -> Any:
+        """Return the next part of a batch of the dataloader, as large as the schedule of the batch size has it."""
+        spec = self.data_spec
+        while self._offset >= self._num_in_whole:
+            whole = self._read_whole(self._num_whole, self._limit)
+            if whole is _NO_BATCH:
+                return _NO_BATCH
+            self._whole, self._num_in_whole = whole, int(spec.get_num_samples_in_batch(whole))
+            self._num_whole += 1
+            self._offset, self._skip = self._skip, 0
+        size = sizes.next_size(self._offset)
+        part = self._whole if size >= self._num_in_whole else split(spec, self._whole, size)[self._offset // size]
+        self._offset += size
+        return part
 
     def _raise_empty_dataloader(self) -> None:
         """Warn about an epoch without batches; raise if training would never end, or earlier epochs had batches."""
@@ -173,6 +225,8 @@ class TrainBatches:
     @error_context.stage("the dataloader")
     def _open_epoch(self) -> Iterator[Any]:
         self._num_read, self._is_untouched = self._state.timestamp.num_batches_in_epoch, True
+        self._num_whole, self._skip = self._position.place(self._state)
+        self._offset = self._num_in_whole = 0
         return self._position.open(self._state, self.data_spec.dataloader)
 
 
@@ -189,34 +243,3 @@ def _check_samples(num_samples: Any, duration: Time[Any] | None) -> None:
             f"{returned} max_duration={duration.to_timestring()!r} counts samples, and would never be reached. Count "
             "them, or give a duration in batches ('500ba')."
         )
-
-
-def has_time_left(state: State) -> bool:
-    """Return whether `max_duration` has not been reached."""
-    max_duration = state.max_duration
-    return max_duration is not None and state.timestamp < max_duration
-
-
-class Clock:
-    """Clock of batches, each of which lasts from the end of the previous one to its own end."""
-
-    def __init__(self) -> None:
-        self._started_s = time.perf_counter()
-
-    def start_batch(self) -> None:
-        """Start the first batch now, so that earlier time is not counted."""
-        self._started_s = time.perf_counter()
-
-    def end_batch_s(self) -> float:
-        """Return the seconds of the batch that ends now, and start the next one."""
-        started_s, self._started_s = self._started_s, time.perf_counter()
-        return self._started_s - started_s
-
-    @contextmanager
-    def paused(self) -> Generator[None]:
-        """Exclude the time of the context from the current batch."""
-        paused_s = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._started_s += time.perf_counter() - paused_s

@@ -3,7 +3,7 @@
 import logging
 import math
 from collections import defaultdict, deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
 from typing import TYPE_CHECKING, Any, cast
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from composer.trainer._rank_sync import TOTAL, has_missing, mean_total, missing_share
+from composer.trainer._rank_sync import BatchLosses, mean_total
 from composer.trainer._restore import KeptBuffers, Snapshot, StepSnapshot, local_part
 from composer.trainer._scaler import states_of
 from composer.trainer._strategies import as_fsdp
@@ -56,13 +56,6 @@ class DivergenceGuard:
     A `GradScaler` skips steps whose float16 gradients overflow and lowers its scale. With one, a divergence is an
     overflow of a batch whose loss is not finite, or 32 overflows in a row. DeepSpeed's engine keeps its gradients
     internal, so they are checked only when a loss is not finite.
-
-    Args:
-        policy: What to do with a bad batch.
-        state: Its optimizers, scaler, precision and device do not change afterwards.
-        strategy: Steps the optimizer, and combines results over the ranks.
-        divergences: Receives what was found.
-        evaluates_loss: Whether the optimizer evaluates the loss itself, in a closure.
     """
 
     def __init__(
@@ -104,12 +97,13 @@ class DivergenceGuard:
     def _choose_timing(self, *, evaluates_loss: bool) -> tuple[bool, bool]:
         """Return whether a flag on the device keeps optimizers from stepping, and whether results are read later."""
         optimizers: list[Optimizer] = list(self._state.optimizers)
-        unfused = [each for each in optimizers if not _is_fused(each)]
+        # Fused optimizers have this attribute for GradScaler: their steps read a skip flag on the device.
+        unfused = [each for each in optimizers if not getattr(each, "_step_supports_amp_scaling", False)]
         gates = (
             not evaluates_loss
             and (self._scaler is not None or not unfused)
             # A hook may drop bad gradients, which only a step shows; PyTorch has no public way to ask for hooks.
-            and not any(map(_has_pre_hooks, optimizers))
+            and not any(getattr(each, "_optimizer_step_pre_hooks", None) for each in optimizers)
         )
         # A spike check reads the loss at every batch anyway, and DeepSpeed's gradients are gone later.
         if self._found.device.type not in _DEFERS_ON or self._spikes is not None or self._state.deepspeed_enabled:
@@ -151,7 +145,7 @@ class DivergenceGuard:
         """
         return loss if not (self._defers and self._gates) else loss * torch.where(self._found == 0, 1.0, math.nan)
 
-    def admits(self, optimizers: Sequence[Optimizer], losses: Mapping[str, Tensor]) -> bool:
+    def admits(self, optimizers: Sequence[Optimizer], losses: BatchLosses) -> bool:
         """Return whether the optimizers may step; act on a divergence first.
 
         Optimizers that leave bad gradients out by themselves have made their step then.
@@ -193,7 +187,7 @@ class DivergenceGuard:
             found = self._strategy.mean({"found": found})["found"]
         return bool(found.item())
 
-    def stops_closure(self, optimizers: Sequence[Optimizer], losses: Mapping[str, Tensor]) -> bool:
+    def stops_closure(self, optimizers: Sequence[Optimizer], losses: BatchLosses) -> bool:
         """Return whether a closure with these losses must stop; the action follows at the end of `closures`."""
         self._refused = self._look(optimizers, losses)
         if self._refused is None or self._refused.action == "log":
@@ -248,7 +242,7 @@ class DivergenceGuard:
             for optimizer in self._state.optimizers:
                 set_found_inf(optimizer, None)
 
-    def _look(self, optimizers: Sequence[Optimizer], losses: Mapping[str, Tensor]) -> Divergence | None:
+    def _look(self, optimizers: Sequence[Optimizer], losses: BatchLosses) -> Divergence | None:
         """Return the divergence of the batch, if one is known."""
         overflow = self._find(optimizers, losses)
         if not self._defers:
@@ -257,11 +251,11 @@ class DivergenceGuard:
             for optimizer in optimizers:
                 # Fused kernels for weights that FSDP offloads would copy it to the CPU, and read it at once.
                 set_found_inf(optimizer, self._found.to(optimizer.param_groups[0]["params"][0].device))
-        facts = [self._found, self._none if overflow is None else overflow, missing_share(losses)]
+        facts = [self._found, self._none if overflow is None else overflow, _missing(losses)]
         self._arrivals.send(self._state.timestamp.num_batches, torch.stack([fact.float() for fact in facts]))
         return None
 
-    def _find(self, optimizers: Sequence[Optimizer], losses: Mapping[str, Tensor]) -> Tensor | None:
+    def _find(self, optimizers: Sequence[Optimizer], losses: BatchLosses) -> Tensor | None:
         """Set `found` on the device if the step would be harmful, and return the overflow of a scaler."""
         if self._scaler is None:
             if self._sees_gradients:
@@ -273,20 +267,21 @@ class DivergenceGuard:
         per_device: dict[torch.device, Tensor] = states_of(self._scaler)[id(optimizers[0])]["found_inf_per_device"]
         overflow = torch.stack([found.to(self._found.device) for found in per_device.values()]).sum()
         # An overflow alone is routine: the scaler skips the step and lowers its scale.
-        self._found.logical_or_((missing_share(losses) != 0) & (overflow > 0))
+        self._found.logical_or_((_missing(losses) != 0) & (overflow > 0))
         return overflow
 
-    def _judge(self, losses: Mapping[str, Tensor], overflow: Tensor | None) -> Divergence | None:
+    def _judge(self, losses: BatchLosses, overflow: Tensor | None) -> Divergence | None:
         """Read what was found, which synchronizes with the device."""
         has_overflown = overflow is not None and overflow.item() > 0
         # The loss may be bad on one rank only, while the averaged gradients overflow on all.
         if has_overflown and self._strategy.world_size > 1:
             self._agree()
-        has_bad_loss = has_missing(losses)
+        loss = losses.total.item()
+        has_bad_loss = not math.isfinite(loss)
         mean = None if self._spikes is None else mean_total(losses, self._strategy)
         # `_counts_overflow` comes first, because it must count in every batch.
         if (overflow is not None and self._counts_overflow(has_overflown)) or self._found.item():
-            return self._describe(math.nan if has_bad_loss else losses[TOTAL].item(), is_spike=False)
+            return self._describe(math.nan if has_bad_loss else loss, is_spike=False)
         if has_bad_loss:
             self._note_bad_loss(self._state.timestamp.num_batches)
         if self._spikes is not None and mean is not None and self._spikes.is_spike(value := mean.item()):
@@ -304,9 +299,9 @@ class DivergenceGuard:
         if tensors and not note_non_finite(tensors, self._found, self._one):
             self._agree()
 
-    def _look_into_engine(self, losses: Mapping[str, Tensor]) -> None:
+    def _look_into_engine(self, losses: BatchLosses) -> None:
         """Set `found` if a loss of any rank and DeepSpeed's gradients are not finite."""
-        self._found.logical_or_(missing_share(losses) != 0)
+        self._found.logical_or_(_missing(losses) != 0)
         if self._strategy.world_size > 1:
             self._agree()
         # Only after a bad loss, because this gathers every gradient.
@@ -447,6 +442,11 @@ class DivergenceGuard:
         )
 
 
+def _missing(losses: BatchLosses) -> Tensor:
+    """Return 0 if the losses of all microbatches are finite, else NaN, without a wait for the device."""
+    return losses.total * 0
+
+
 def _sentence(divergence: Divergence) -> str:
     what = f"the loss jumped to {divergence.loss:g}" if divergence.is_spike else "a gradient is not finite"
     if not divergence.is_spike and not math.isnan(divergence.loss):
@@ -489,11 +489,7 @@ class DelayedReadback:
         self._waiting.append((batch, on_host, event))
 
     def take(self, *, wait: bool = False) -> Iterator[tuple[int, list[float]]]:
-        """Yield the numbers that are due, each with its batch.
-
-        Args:
-            wait: Whether to read everything that was sent, and block until it is there.
-        """
+        """Yield the numbers that are due, each with its batch."""
         while len(self._waiting) > (0 if wait else LAG):
             batch, on_host, event = self._waiting.popleft()
             if event is not None:
@@ -501,7 +497,6 @@ class DelayedReadback:
             yield batch, cast("list[float]", on_host.tolist())  # pyright: ignore[reportUnknownMemberType]
 
     def forget(self) -> None:
-        """Drop all pending numbers."""
         self._waiting.clear()
 
 
@@ -512,14 +507,6 @@ def note_non_finite(tensors: list[Tensor], found: Tensor, one: Tensor) -> bool:
     """Set `found` to 1 if any of the tensors holds an Inf or a NaN, and leave it unchanged otherwise.
 
     This does not synchronize with the device.
-
-    Args:
-        tensors: On one device. Their values do not change.
-        found: A float32 scalar on that device.
-        one: A float32 scalar 1 on that device.
-
-    Returns:
-        Whether `found` covers whole tensors: of sharded ones it covers this rank's shards.
     """
     is_plain = {*map(type, tensors)} == _PLAIN
     local = tensors if is_plain else [local_part(tensor) for tensor in tensors]
@@ -549,13 +536,7 @@ def _note_by_norms(tensors: list[Tensor], found: Tensor) -> None:
 
 
 def names_of_bad(tensors: Iterable[tuple[str, Tensor]], *, may_be_marked: bool = False) -> str:
-    """Return the names of the first tensors that are not finite. This synchronizes with the device.
-
-    Args:
-        tensors: Pairs of name and tensor.
-        may_be_marked: Whether the first number of each rank's shard may be a mark that another rank's shard is not
-            finite. It counts only if no other number is bad.
-    """
+    """Return the names of the first tensors that are not finite. This synchronizes with the device."""
     named = list(tensors)
     names = [name for name, tensor in named if not _is_finite(tensor, 1)] if may_be_marked else []
     names = [canonical_name(name) for name in names or (name for name, tensor in named if not _is_finite(tensor))]
@@ -618,15 +599,6 @@ class Spikes:
 def takes_none(optimizer: Optimizer) -> bool:
     """Return whether an optimizer undoes its step when a closure returns `None`, as SAM does."""
     return getattr(optimizer, "_step_supports_amp_closure", False)
-
-
-def _is_fused(optimizer: Optimizer) -> bool:
-    """Return whether steps read a skip flag on the device: fused optimizers have this attribute for GradScaler."""
-    return getattr(optimizer, "_step_supports_amp_scaling", False)
-
-
-def _has_pre_hooks(optimizer: Optimizer) -> bool:
-    return bool(getattr(optimizer, "_optimizer_step_pre_hooks", None))
 
 
 _advised: WeakSet[Optimizer] = WeakSet()

@@ -21,8 +21,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 from composer.trainer import _error_context as error_context
 from composer.trainer._arguments import check_subset, user_stacklevel
-from composer.trainer._data import Clock
 from composer.trainer._microbatching import REPORT_OUT_OF_MEMORY, Attempts, halve, release_memory
+from composer.trainer._progress import Clock
 from composer.trainer._rank_sync import Ranks, next_batch
 from composer.trainer._restore import MetricsUndo
 from composer.trainer._shared_results import compute_over_ranks
@@ -87,11 +87,6 @@ class Evaluation:
         """Evaluate over one dataloader, log the metrics, and restore the state's dataloader and the model's mode.
 
         A dataloader that yields no batch causes a warning, and its metrics keep their values.
-
-        Args:
-            evaluator: Provides the dataloader.
-            subset_num_batches: The number of batches to read; -1 for all, `None` for the evaluator's own number.
-            open_batches: Replaces `iter` for reading the dataloader.
         """
         state, run_event, metrics = self.state, self.engine.run_event, self.state.eval_metrics[evaluator.label]
         subset = evaluator.subset_num_batches if subset_num_batches is None else subset_num_batches
@@ -227,7 +222,7 @@ def evaluating(state: State, dataloader: Any, label: str, subset_num_batches: in
 
 def restore_dataloader(state: State, dataloader: Any, label: str | None, length: Time[int] | None) -> None:
     """Restore a state's previous dataloader, label and length."""
-    state.set_dataloader(dataloader, label, -1 if length is None else length)
+    state.set_dataloader(dataloader, label, length)
 
 
 def common_batches(batches: Iterator[Any], spec: DataSpec, length: Time[int] | None, ranks: Ranks) -> Iterator[Any]:
@@ -286,17 +281,17 @@ class EvaluationBatches:
         self._seeded: dict[int, SeededBatches] = {}  # kept between evaluations, since workers may persist
 
     def open(self, evaluator: Evaluator) -> Iterator[Any]:
-        """Start reading an evaluator's dataloader."""
         loader: Any = evaluator.dataloader.dataloader
-        batch = self._state.timestamp.num_batches
+        batch, position = self._state.timestamp.num_batches, self._state.data_position
+        rank = get_global_rank() if position is None else position.rank
         seed = derive_seed(self._state.rank_zero_seed, "evaluation", evaluator.label)
         if not isinstance(loader, DataLoader):
             return iter(loader)
         torch_loader = cast("DataLoader[Any]", loader)
         if can_be_seeded(torch_loader):
-            batches = self._seeded.setdefault(id(torch_loader), SeededBatches(torch_loader, get_global_rank()))
+            batches = self._seeded.setdefault(id(torch_loader), SeededBatches(torch_loader, rank))
             return batches.open(seed, batch)
-        with seeded(derive_seed(seed, batch, get_global_rank())):
+        with seeded(derive_seed(seed, batch, rank)):
             return iter(torch_loader)
 
 
@@ -310,15 +305,7 @@ def make_evaluators(
     subset_num_batches: int,
     device: Device,
 ) -> list[Evaluator]:
-    """Wrap each dataloader in an Evaluator that computes all metrics of the model.
-
-    Args:
-        given: One dataloader, DataSpec or Evaluator, several of one kind, or None.
-        model: Provides the metrics.
-        eval_interval: The interval of evaluators without their own.
-        subset_num_batches: The number of batches of evaluators without their own; -1 for all.
-        device: The device of the evaluation.
-    """
+    """Wrap each dataloader in an Evaluator that computes all metrics of the model."""
     items = _listed(given)
     # 1 is the default interval, and 0 turns evaluation off.
     if not items and (eval_interval not in (0, 1) or subset_num_batches != -1):
@@ -405,7 +392,6 @@ def _listed(given: Any) -> Sequence[Any]:
 
 
 def metrics_by_name(model: ComposerModel, *, is_train: bool) -> Mapping[str, Any]:
-    """Return the model's metrics for training or evaluation."""
     metrics: Any = model.get_metrics(is_train=is_train)
     # By attribute, because ModuleDict and MetricCollection are not Mappings.
     if hasattr(metrics, "keys") and hasattr(metrics, "items"):
@@ -433,9 +419,6 @@ class Padding:
     """Counts of the repeated samples in one pass over a dataloader.
 
     The sampler repeats them as the last sample of each of the last ranks, in the last batch.
-
-    Args:
-        dataloader: Any dataloader; only a DistributedSampler that keeps its tail repeats samples.
     """
 
     def __init__(self, dataloader: Any) -> None:
@@ -573,7 +556,6 @@ class Prediction:
 
 
 def _join(parts: Sequence[Any]) -> Any:
-    """Join the outputs of microbatches to those of the batch."""
     first = parts[0]
     if len(parts) == 1:
         return first

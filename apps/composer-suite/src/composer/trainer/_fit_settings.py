@@ -13,8 +13,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from composer.trainer._arguments import check_subset
-from composer.trainer._data import TrainBatches, has_time_left
+from composer.trainer._data import TrainBatches
 from composer.trainer._evaluation import restore_dataloader
+from composer.trainer._progress import has_time_left
 from composer.trainer._strategies import share_length
 from composer_dist import get_global_rank
 from composer_events.batches import ensure_tuple
@@ -129,7 +130,6 @@ class Schedule:
 
     @classmethod
     def of(cls, schedulers: Any, ratio: float, every_batch: bool | None) -> Schedule:
-        """Check the arguments of the user."""
         given = ensure_tuple(schedulers)
         for scheduler in given:
             if isinstance(scheduler, ReduceLROnPlateau):
@@ -279,7 +279,6 @@ def stay_stopped(state: State, stopped_duration: str | None) -> None:
 
 
 def log_nothing_left(state: State) -> None:
-    """Log that a resumed run has finished before."""
     if get_global_rank() == 0 and state.max_duration is not None:
         _log.warning(
             "Nothing left to train: %s is at batch %d, and max_duration=%r has been reached. To continue, raise "
@@ -291,7 +290,6 @@ def log_nothing_left(state: State) -> None:
 
 
 def check_time_left(state: State) -> None:
-    """Raise if there is nothing left to train."""
     now, max_duration = state.timestamp, state.max_duration
     if max_duration is None:
         raise ValueError(
@@ -355,6 +353,7 @@ class FitPlan:
         share_length(state)
         state.train_dataloader = data_spec.dataloader
         self._set_microbatching(data_spec)
+        self._position.sizes = None
         batches = TrainBatches(data_spec, state, self._engine, self._ranks, self._position)
         self.settings = replace(self.settings, batches=batches)
         return batches
@@ -395,6 +394,7 @@ class FitPlan:
             self.settings = replace(self.settings, pending=schedule)
         is_known = state.max_duration is not None and state.dataloader is not None
         pending = self.settings.pending if is_known else None
+        self._divide_batches()
         if pending is not None:
             state.max_duration = pending.scale(state.max_duration)
         if begins_now:
@@ -406,6 +406,15 @@ class FitPlan:
             )
         if begins_now:  # a load, another duration or a stop has changed the rates since they were set
             SchedulerSteps(state, self.settings.steps_every_batch).set_rates()
+
+    def _divide_batches(self) -> None:
+        """Divide the dataloader's batches if there is a schedule of the batch size."""
+        batches, schedule = self.settings.batches, self.settings.pending or self.settings.compiled
+        if batches is not None and schedule is not None:
+            if any(getattr(each, "target", None) == "batch_size" for each in schedule.schedulers):
+                batches.divide()
+            elif self._position.sizes is not None:
+                self._position.sizes.batch_size = self._position.sizes.whole
 
     def set_optimizers(self, optimizers: Sequence[Optimizer], given: Schedule) -> None:
         """Replace the optimizers. Without given schedulers, the present Composer schedulers continue with them."""
@@ -433,10 +442,9 @@ class FitPlan:
 
     @contextmanager
     def unchanged_on_error(self) -> Generator[None]:
-        """Return a context that restores all settings on an error."""
         settings, state = self.settings, self._state
         data = (state.dataloader, state.dataloader_label, state.dataloader_len)
-        optimizers, schedulers = list(state.optimizers), list(state.schedulers)
+        optimizers, schedulers, sizes = list(state.optimizers), list(state.schedulers), self._position.sizes
         before = (
             state.train_dataloader,
             state.max_duration,
@@ -459,6 +467,6 @@ class FitPlan:
                 state.grad_accum,
                 state.auto_microbatching,
             ) = before
-            state.optimizers, state.schedulers = optimizers, schedulers
+            state.optimizers, state.schedulers, self._position.sizes = optimizers, schedulers, sizes
             restore_dataloader(state, *data)
             raise

@@ -183,7 +183,6 @@ def _check_auto(name: str, device: Device, profiler: Any) -> None:
 
 
 def size_of_batches(dataloader: Any) -> Any:
-    """Return the batch size of a dataloader, or `None`."""
     size = getattr(dataloader, "batch_size", None)
     # With a custom batch_sampler, the `batch_size` of the DataLoader is None.
     return getattr(getattr(dataloader, "batch_sampler", None), "batch_size", None) if size is None else size
@@ -225,10 +224,6 @@ class Attempts:
     its report at once and starts the next attempt. The others read it with their next report, before the collective,
     and follow. So every rank sends the same number of reports, wherever and on whichever rank memory runs out.
 
-    Args:
-        strategy: Calls the report before each of its collectives.
-        kind: The class of the error raised for other CUDA errors.
-
     Attributes:
         may_fail: Whether a lack of memory on this rank repeats the attempt now. If not, others may be in a collective.
         any_thrashes: Whether any rank reported allocator retries in the latest report.
@@ -241,11 +236,7 @@ class Attempts:
         self._kind = kind
 
     def result(self, attempt: Callable[[], TResult]) -> TResult | None:
-        """Return the result of an attempt, or `None` if memory ran out on any rank. Every rank must call this.
-
-        Raises:
-            Exception: Any error of the attempt other than a lack of memory.
-        """
+        """Return the result of an attempt, or `None` if memory ran out on any rank. Every rank must call this."""
         self.may_fail = False
         try:
             return attempt()
@@ -354,7 +345,6 @@ class HalveOnOom(Attempts):
 
 
 def halve(size: int | float) -> int | float | None:
-    """Return the next smaller size of a microbatch, or `None` at one sample."""
     return None if size <= 1 else max(int(size / 2), 1)
 
 
@@ -397,11 +387,7 @@ _CUDNN = "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED"  # its error when no memory i
 
 
 def is_out_of_memory(error: Exception, kind: type[Exception] = RuntimeError) -> bool:
-    """Return whether an error is a lack of device memory.
-
-    Raises:
-        Exception: Of class `kind`, for any other CUDA error, after which no attempt can be repeated.
-    """
+    """Return whether an error is a lack of device memory."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     message = str(error)

@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -42,9 +43,7 @@ class Ranks:
         shares_results: Whether, in addition, there are several ranks.
         may_stop: Whether there are several ranks, and any has a listener that can stop the training, such as an
             algorithm, or that reads the clock.
-        stops: Whether any rank had requested a stop before the latest batch, and whether one of them is final, so that
-            a resumed run does not continue.
-        has_new_duration: Whether any rank had another `max_duration` than at the start of `fit` before that batch.
+        flags: Whether any rank had set each flag that was sent with the counts of the latest batch.
         losses: The averages of the losses of each batch.
     """
 
@@ -59,16 +58,14 @@ class Ranks:
         self.may_stop = False
         self.losses = LossMeans(strategy)
         self._count_tokens: bool | None = None  # unknown before the first batch
-        self._request = self.stops = (False, False)
-        self.has_new_duration = False
+        self.flags: Sequence[bool] = ()
         self._total: Callable[[], Sequence[float]] | None = None
         self._of_batch: tuple[float, int, Callable[[], float]] = (0, 0, float)
 
     def begin(self, data_spec: DataSpec, *, listens: bool = False, may_stop: bool = False) -> None:
         """Compare the dataloaders before they are read. Every rank must call this."""
         self._count_tokens = None
-        self._request = self.stops = (False, False)
-        self.has_new_duration = False
+        self.flags = ()
         loader = data_spec.dataloader
         same_num_batches = keeps_length(loader)
         # Only PyTorch may build the batches, of as many samples on every rank.
@@ -94,15 +91,9 @@ class Ranks:
             return has_batch
         return self._strategy.sum([int(has_batch)])[0] == self.world_size
 
-    def request_stop(self, *, is_final: bool) -> None:
-        """Send a request to stop with the counts of the next batch."""
-        self._request = True, is_final or self._request[1]
-
-    def any_stops(self, stops: bool, *, is_final: bool) -> tuple[bool, bool]:
-        """Return whether any rank stops training now, and whether a stop is final. Every rank must call this."""
-        own = stops or self._request[0], is_final or self._request[1]
-        stopping, stopping_finally = self._strategy.sum([int(each) for each in own])
-        return stopping > 0, stopping_finally > 0
+    def any(self, *flags: bool) -> Sequence[bool]:
+        """Return whether any rank has set each flag. Every rank must call this."""
+        return [total > 0 for total in self._strategy.sum([int(flag) for flag in flags])]
 
     def most(self, number: int) -> int:
         """Return the largest of the ranks' numbers. Every rank must call this."""
@@ -110,23 +101,21 @@ class Ranks:
         rank = get_global_rank()
         return max(sum_over_everybody([number if other == rank else 0 for other in range(get_world_size())]))
 
-    def start_total(
-        self, num_samples: float, num_tokens: int, end_batch_s: Callable[[], float], *, has_new_duration: bool = False
-    ) -> None:
-        """Start to add up the samples and tokens of a batch, and send requests to stop. Every rank must call this.
+    def start_total(self, num_samples: float, num_tokens: int, end_batch_s: Callable[[], float], *flags: bool) -> None:
+        """Start to add up the samples and tokens of a batch. Every rank must call this.
 
         Args:
             num_samples: Of this rank.
             num_tokens: Of this rank.
             end_batch_s: Returns the seconds since its last call. With several ranks it is called now, so that a batch
                 lasts from the start of the previous one to its own, on all ranks as on rank 0.
-            has_new_duration: Whether this rank has another `max_duration` than at the start of `fit`.
+            flags: Sent along, as many on every rank.
         """
         self._of_batch, self._total = (num_samples, num_tokens, end_batch_s), None
         if self._is_alone or (self.same_batch_size and not self.may_stop and self._count_tokens is False):
             return
-        flags = map(float, (*self._request, has_new_duration))
-        self._total = self._start_sum([float(num_samples), float(num_tokens), _of_rank_0(end_batch_s()), *flags])
+        counts = (num_samples, num_tokens, _of_rank_0(end_batch_s()), *flags)
+        self._total = self._start_sum([float(count) for count in counts])
 
     def total(self) -> tuple[int, int, float]:
         """Return the samples and tokens of the batch over all ranks, and its duration in seconds."""
@@ -135,8 +124,7 @@ class Ranks:
             return int(num_samples), num_tokens, end_batch_s()
         if self._total is not None:
             samples, tokens, seconds, *flags = self._total()
-            is_stopped, is_final, self.has_new_duration = (flag > 0 for flag in flags)
-            self.stops = is_stopped, is_final
+            self.flags = [flag > 0 for flag in flags]
             if self._count_tokens is None:
                 self._count_tokens = tokens > 0
             return round(samples), round(tokens), seconds
@@ -259,50 +247,100 @@ def agreed_facts(dataloader: Any) -> dict[str, Any]:
 TOTAL = "loss/train/total"
 """The log name of the loss that is minimized."""
 
-_SHARE = "\0share"  # no loss name contains a NUL
-"""Suffix for the share of the batch that has a loss; the loss itself is a sum weighted by such shares."""
 
-_MISSING = "\0missing"
-"""The share of a batch left out of the total because its loss is not finite, such as a mean over no labels."""
+@dataclass(frozen=True, slots=True)
+class LossSum:
+    """A loss of a batch, summed over microbatches or ranks in proportion to their shares of the batch.
 
-
-def add_up(parts: Mapping[str, Sequence[tuple[Tensor, float]]]) -> dict[str, Tensor]:
-    """Return the sum of each loss over the microbatches in which it is finite, and the share of the batch they have.
-
-    A NaN would hide the losses of the other microbatches and ranks.
-
-    Args:
-        parts: The losses of the microbatches by name, scalars weighted by their share of the batch, with that share.
+    Attributes:
+        value: The sum of the finite losses, each weighted by its share.
+        share: The share of the batch that has a finite loss. The mean is `value / share`, which is not needed for the
+            total of a batch without missing parts, whose shares sum to 1.
+        missing: For the total, the share left out because its loss is not finite, such as a mean over no labels;
+            `None` if nothing is missing.
     """
-    losses: dict[str, Tensor] = {}
-    for name, weighted in parts.items():
-        values = torch.stack([value for value, _ in weighted])
-        finite = values.nan_to_num(0.0, 0.0, 0.0)
+
+    value: Tensor
+    share: Tensor
+    missing: Tensor | None = None
+
+    def mean(self, *, is_total: bool) -> Tensor:
+        """Return the mean; NaN if the share is 0."""
+        if not is_total:
+            return self.value / self.share
+        if self.missing is None:  # a division would only add rounding
+            return self.value
+        return torch.where(self.missing > 0, self.value / self.share, self.value)
+
+
+class BatchLosses:
+    """The losses of this rank's microbatches, added up when somebody reads them."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, list[tuple[Tensor, float]]] = {}
+        self._total: Tensor | None = None
+        self._sums: dict[str, LossSum] | None = None
+
+    def clear(self) -> None:
+        """Drop all losses."""
+        self._parts, self._total, self._sums = {}, None, None
+
+    def add(self, name: str, value: Tensor, share: float) -> None:
+        """Add the loss of a microbatch, a scalar weighted by its share of the batch of all ranks."""
+        self._parts.setdefault(name, []).append((value, share))
+
+    @property
+    def total(self) -> Tensor:
+        """The sum of the loss that is minimized, which is not finite if that of a microbatch is not."""
+        if self._total is None:
+            self._total = _sum_of(self._parts[TOTAL])
+        return self._total
+
+    def sums(self) -> Mapping[str, LossSum]:
+        """Return the sum of each loss over the microbatches in which it is finite.
+
+        A NaN would hide the losses of the other microbatches and ranks.
+        """
+        if self._sums is None:
+            self._sums = {name: self._add_up(name, parts) for name, parts in self._parts.items()}
+        return self._sums
+
+    def _add_up(self, name: str, parts: Sequence[tuple[Tensor, float]]) -> LossSum:
+        value = self.total if name == TOTAL else _sum_of(parts)
         # In 16 bits the shares of many microbatches would not add up to 1.
-        dtype = torch.promote_types(values.dtype, torch.float32)
-        shares = torch.tensor([share for _, share in weighted], dtype=dtype).to(values.device, non_blocking=True)
+        dtype = torch.promote_types(value.dtype, torch.float32)
+        shares = torch.tensor([share for _, share in parts], dtype=dtype).to(value.device, non_blocking=True)
+        if value.is_cpu and math.isfinite(value.item()):  # the usual case, where a read costs no wait
+            return LossSum(value, shares.sum())
+        values = torch.stack([value for value, _ in parts])
+        finite = values.nan_to_num(0.0, 0.0, 0.0)
         is_finite = values == finite
-        losses[name] = finite.sum()
-        losses[name + _SHARE] = shares.mul(is_finite).sum()
-        if name == TOTAL:
-            losses[_MISSING] = shares.mul(~is_finite).sum()
-    return losses
+        missing = shares.mul(~is_finite).sum() if name == TOTAL else None
+        return LossSum(finite.sum(), shares.mul(is_finite).sum(), missing)
+
+    def means(self) -> dict[str, Tensor]:
+        """Return the mean of each loss over this rank's batch, by log name."""
+        total = self.total
+        if len(self._parts[TOTAL]) > 1 and not (total.is_cpu and math.isfinite(total.item())):
+            return means_of(self.sums())
+        return {name: total if name == TOTAL else self.sums()[name].mean(is_total=False) for name in self._parts}
 
 
-def missing_share(losses: Mapping[str, Tensor]) -> Tensor:
-    """Return 0 if all losses of this rank's batch are finite; else the share that is not, or NaN if that is all."""
-    return losses[_MISSING] if _MISSING in losses else losses[TOTAL] * 0
+def _sum_of(parts: Sequence[tuple[Tensor, float]]) -> Tensor:
+    return parts[0][0] if len(parts) == 1 else torch.stack([value for value, _ in parts]).sum()
 
 
-def has_missing(losses: Mapping[str, Tensor]) -> bool:
-    """Return whether a loss of this rank's batch is not finite. This synchronizes with the device."""
-    return losses[_MISSING].item() != 0 if _MISSING in losses else not math.isfinite(losses[TOTAL].item())
+def means_of(sums: Mapping[str, LossSum]) -> dict[str, Tensor]:
+    """Return the mean of each loss by its name."""
+    return {name: loss.mean(is_total=name == TOTAL) for name, loss in sums.items()}
 
 
-def mean_total(losses: Mapping[str, Tensor], strategy: Strategy) -> Tensor:
+def mean_total(losses: BatchLosses, strategy: Strategy) -> Tensor:
     """Return the mean of the total over all ranks, without non-finite losses. Every rank must call this."""
-    sums = {name: losses[name] for name in (TOTAL, TOTAL + _SHARE, _MISSING) if name in losses}
-    return over_their_shares(strategy.mean(sums))[TOTAL]
+    total = losses.sums()[TOTAL]
+    missing = torch.zeros_like(total.share) if total.missing is None else total.missing
+    summed = strategy.mean({"value": total.value, "share": total.share, "missing": missing})
+    return LossSum(**summed).mean(is_total=True)
 
 
 class LossMeans:
@@ -321,63 +359,57 @@ class LossMeans:
         self._own_dtype = torch.float32
         self._must_compare = True
 
-    def begin(self, losses: Mapping[str, Tensor]) -> list[Tensor]:
+    def begin(self, losses: BatchLosses) -> list[Tensor]:
         """Return what the ranks exchange about the losses of a batch. Every rank must call this.
 
         It must follow `end` of the batch before on every rank.
         """
         if self._strategy.world_size == 1:
             return []
-        self._own.update(name for name in losses if name != TOTAL and name + _SHARE in losses)
-        for loss in losses.values():
-            self._own_dtype = torch.promote_types(self._own_dtype, loss.dtype)
+        sums = losses.sums()
+        self._own.update(name for name in sums if name != TOTAL)
+        for loss in sums.values():
+            self._own_dtype = torch.promote_types(self._own_dtype, loss.value.dtype)
         if self._must_compare:
             names, dtypes = zip(*dist.all_gather_object((self._own, self._own_dtype)), strict=True)
             self._names = sorted(set[str]().union(*names))
             self._dtype = functools.reduce(torch.promote_types, dtypes)
             self._must_compare = False
-        total = losses[TOTAL].detach()
-        none, no_share = torch.zeros_like(total), torch.zeros_like(total, dtype=torch.float32)
-        values = [total, losses.get(_MISSING, no_share), losses.get(TOTAL + _SHARE, no_share)]
+        total = sums[TOTAL]
+        none = torch.zeros_like(total.share)
+        values = [total.value, total.share, none if total.missing is None else total.missing]
         for name in self._names:
-            values += [losses.get(name, none).detach(), losses.get(name + _SHARE, no_share)]
+            values += (sums[name].value, sums[name].share) if name in sums else (none, none)
         # Divided before the sum, and in float32 at least, so that half precision cannot overflow.
-        parts = torch.stack(values).to(self._dtype).div(get_world_size())
+        parts = torch.stack([value.to(self._dtype) for value in values]).div(get_world_size())
         has_new_dtype = torch.promote_types(self._own_dtype, self._dtype) != self._dtype
         has_news = has_new_dtype or not self._own <= set(self._names)
-        return [torch.tensor([has_news, *(name in losses for name in self._names)]), parts]
+        return [torch.tensor([has_news, *(name in sums for name in self._names)]), parts]
 
-    def end(self, losses: Mapping[str, Tensor], gathered: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Return the mean of each loss over the samples of all ranks that have it, from what the ranks have exchanged.
+    def end(self, losses: BatchLosses, gathered: Sequence[Tensor]) -> Callable[[], dict[str, Tensor]]:
+        """Take note of new names, and return a function that returns the means over the samples of all ranks.
 
-        The result includes losses that only other ranks have. When a name first occurs after the first batch, the
-        ranks that have it return their own value.
+        They include losses that only other ranks have. When a name first occurs after the first batch, the ranks that
+        have it return their own value.
         """
         if not gathered:
-            return over_their_shares(losses)
+            return losses.means
         facts, parts = gathered
-        self._must_compare, *are_there = map(bool, facts.any(dim=0))
-        total, *others = parts.sum(dim=0).unbind()
-        means = dict(zip((_MISSING, TOTAL + _SHARE), others, strict=False), **{TOTAL: total})
-        for name, is_there, mean, share in zip(self._names, are_there, others[2::2], others[3::2], strict=True):
-            if is_there:
-                means |= {name: mean, name + _SHARE: share}
-        own = {name: value.detach() for name, value in losses.items()}
-        return over_their_shares(
-            own | {name: mean.to(own[name].dtype) if name in own else mean for name, mean in means.items()}
-        )
+        self._must_compare, *are_there = cast("list[bool]", facts.any(dim=0).tolist())  # pyright: ignore[reportUnknownMemberType]
+        names = [name for name, is_there in zip(self._names, are_there, strict=True) if is_there]
+        places = [place for place, is_there in enumerate(are_there) if is_there]
 
+        def means() -> dict[str, Tensor]:
+            total, *others = parts.sum(dim=0).unbind()
+            own = losses.sums()
+            sums = dict(own)
+            sums[TOTAL] = LossSum(total.to(own[TOTAL].value.dtype), *others[:2])
+            for name, place in zip(names, places, strict=True):
+                value, share = others[2 + 2 * place : 4 + 2 * place]
+                sums[name] = LossSum(value.to(own[name].value.dtype) if name in own else value, share)
+            return means_of(sums)
 
-def over_their_shares(losses: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return each loss divided by the share of the batch that has it; NaN if that share is 0."""
-    means = {
-        name: loss / losses[name + _SHARE] if name + _SHARE in losses else loss
-        for name, loss in losses.items()
-        if not name.endswith((_SHARE, _MISSING))
-    }
-    if _MISSING in losses:  # without missing parts the shares sum to 1, and a division would only add rounding
-        means[TOTAL] = torch.where(losses[_MISSING] > 0, means[TOTAL], losses[TOTAL])
-    return means
+        return means
 
 
 _MOST_SHOWN = 8

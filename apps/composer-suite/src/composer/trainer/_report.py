@@ -1,5 +1,6 @@
 """Values that the Trainer itself logs: times, losses, metrics and facts of the run."""
 
+import functools
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -10,7 +11,7 @@ from typing import Any, cast
 import torch
 
 from composer.trainer import _error_context as error_context
-from composer.trainer._rank_sync import Ranks, over_their_shares
+from composer.trainer._rank_sync import BatchLosses, Ranks
 from composer.trainer._shared_results import SharedMetrics, SharedResults, compute_over_ranks
 from composer_dist import get_local_world_size, get_world_size
 from composer_events.logger import Logger, log_lazily
@@ -30,11 +31,11 @@ class TrainMetrics:
         self._model = model
         self._kept: Any = None
         self._shared: SharedMetrics | None = None
+        self._is_alone = get_world_size() == 1
         # The default eval_forward returns the outputs unchanged, so switching to eval mode would have no effect.
         self._reuses_outputs = type(model).eval_forward is ComposerModel.eval_forward
 
     def reset(self) -> None:
-        """Reset all metrics for a new batch."""
         if metrics := self._state.train_metrics:
             for metric in metrics.values():
                 metric.reset()
@@ -64,7 +65,11 @@ class TrainMetrics:
         """
         metrics = (self._state.train_metrics or {}).items()
         # compute() of torchmetrics warns before the first update.
-        values = compute_over_ranks({name: each for name, each in metrics if getattr(each, "update_called", True)})
+        updated = {name: each for name, each in metrics if getattr(each, "update_called", True)}
+        if self._is_alone:
+            values = {name: metric.compute() for name, metric in updated.items()}
+        else:
+            values = compute_over_ranks(updated)
         self._state.train_metric_values.update(values)
         return values
 
@@ -96,32 +101,29 @@ class Report:
     _latest: SharedResults | None = None
 
     def algorithms(self) -> None:
-        """Log the names of the algorithms."""
         names = {f"enabled_algorithms/{type(algorithm).__name__}": True for algorithm in self._state.algorithms}
         self._logger.log_hyperparameters(names)
 
     def epoch(self) -> None:
-        """Log the epoch that starts."""
         self._logger.log_metrics({"time/epoch": self._state.timestamp.num_epochs})
 
     def time(self) -> None:
-        """Log the position of the batch in training."""
         if self._logger.destinations:
             log_lazily(self._state, self._logger, _times)
             self._log_tokens()
 
     def epoch_and_time(self) -> None:
         """Log the end of training, and compute the metrics of the latest batch if they have not been computed yet."""
-        if self._latest is not None:
-            self._latest.read()
-        elif not self._ranks.listen:
+        if self._latest is None and not self._ranks.listen:
             self._metrics.compute()
+        if self._state.pending_results is not None:
+            self._state.pending_results()
         self._state.pending_results = self._latest = None
         now = self._state.timestamp
         self._logger.log_metrics({"time/epoch": now.num_epochs, **_times(now)})
         self._log_tokens()
 
-    def batch(self, losses: Mapping[str, Any]) -> None:
+    def batch(self, losses: BatchLosses) -> None:
         """Log the losses and metrics of a batch, as tensors on the device.
 
         The ranks exchange them if any has a destination or a listener. Only destinations that read a number wait for
@@ -131,14 +133,17 @@ class Report:
         if logger.destinations:
             log_lazily(state, logger, _cut, state.device_train_microbatch_size, state.grad_accum)
         if not self._ranks.shares_results:
-            state.total_loss_dict = over_their_shares(losses)
+            state.pending_results = functools.partial(_store_means, state, losses)
             if logger.destinations:
-                logger.log_metrics(state.total_loss_dict)
+                log_lazily(state, logger, _means, losses)
             self.metrics()
             return
-        if self._latest is not None:
-            self._latest.read()  # on every rank, now that it costs no wait
+        before = self._latest
+        if before is not None:
+            before.finish()  # on every rank, now that it costs no wait
         self._latest = SharedResults(state, self._ranks.losses, self._metrics.shared(), losses)
+        if before is not None and not self._latest.has_all_metrics:
+            before.read()  # the state keeps the latest value of each metric
         state.pending_results = self._latest.read
         if logger.destinations:
             log_lazily(state, logger, self._latest.losses_to_log)
@@ -167,6 +172,15 @@ def _cut(now: Timestamp, size: Any, grad_accum: int | None) -> dict[str, Any]:
     del now
     counts = {} if grad_accum is None else {"trainer/grad_accum": grad_accum}
     return {"trainer/device_train_microbatch_size": size, **counts}
+
+
+def _store_means(state: State, losses: BatchLosses) -> None:
+    state.pending_results, state.total_loss_dict = None, losses.means()
+
+
+def _means(now: Timestamp, losses: BatchLosses) -> dict[str, Any]:
+    del now
+    return losses.means()
 
 
 def _times(now: Timestamp) -> dict[str, int]:

@@ -31,7 +31,6 @@ class BatchUndo:
         self._draws = _random_states(state.device.torch_device)
 
     def __call__(self) -> None:
-        """Restore everything, and release the tensors of the attempt."""
         state = self._state
         state.batch, state.outputs, state.loss = self._batch, torch.empty(0), torch.empty(0)
         self._buffers.restore()
@@ -51,7 +50,6 @@ class MetricsUndo:
         self._kept = [(part, _copy_values(vars(part))) for part in parts]
 
     def __call__(self) -> None:
-        """Restore the metrics."""
         for part, values in self._kept:
             vars(part).clear()
             # Copied again, since the next attempt may change them once more.
@@ -154,7 +152,6 @@ class KeptBuffers:
         self._kept: deque[list[_OfModule]] = deque(maxlen=num_batches)
 
     def keep(self) -> None:
-        """Copy the buffers before a batch."""
         if not self.owners:
             return
         latest = self._kept[-1] if self._kept else [None] * len(self.owners)
@@ -198,7 +195,6 @@ class _OfModule:
         return all(now.get(name) is tensor for name, tensor in seen.items()) and self._count() == self._versions
 
     def restore(self) -> None:
-        """Restore the tensors and their values."""
         copy_all(self.tensors, self.copies)
         self._buffers.clear()
         self._buffers.update(self._seen)

@@ -19,11 +19,25 @@ class ShardedGradScaler(GradScaler):
     that all ranks step, or none. Without sharded weights it behaves like `GradScaler`.
     """
 
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Step if all gradients are finite, which for weights that FSDP offloads waits for the device."""
+        if not self.is_enabled() or self._scale is None or self._scale.is_cpu:
+            return super().step(optimizer, *args, **kwargs)
+        state = states_of(self)[id(optimizer)]
+        if state["stage"] is OptState.STEPPED or not any(weight.is_cpu for weight in _weights_of(optimizer)):
+            return super().step(optimizer, *args, **kwargs)
+        # A fused optimizer would copy the flag to the CPU without waiting, and read it at once.
+        if state["stage"] is OptState.READY:
+            self.unscale_(optimizer)
+        result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
+        state["stage"] = OptState.STEPPED
+        return result
+
     # Overridden because the public `unscale_` divides and checks in one call of this method.
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
-        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        weights = _weights_of(optimizer)
         is_sharded = any(hasattr(weight, "to_local") for weight in weights)
         offloaded = [] if found_inf.is_cpu else [_local(weight) for weight in weights if weight.is_cpu]
         here = [_local(weight) for weight in weights if found_inf.is_cpu or not weight.is_cpu]
@@ -64,14 +78,7 @@ class ClosureGradScaler(ShardedGradScaler):
     """
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Step the optimizer. Every rank must call this.
-
-        Args:
-            optimizer: Its gradients are scaled already, or are computed by the closure.
-            *args: As for `GradScaler.step`.
-            **kwargs: As for `GradScaler.step`, and `closure`, which computes the loss and scaled gradients, and may
-                unscale them. The optimizer may pass arguments to it.
-        """
+        """Step the optimizer. Every rank must call this."""
         closure: Callable[..., Any] | None = kwargs.pop("closure", None)
         if closure is None or not self.is_enabled():
             own = {} if closure is None else {"closure": closure}
@@ -122,6 +129,10 @@ def unscale(scaler: GradScaler, optimizers: Sequence[Optimizer]) -> None:
             for of_devices in of_each:
                 # Separate tensors, since `update` adds them up in place.
                 of_devices[total.device] = total.clone()
+
+
+def _weights_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [weight for group in optimizer.param_groups for weight in group["params"]]
 
 
 def _with(weights: list[torch.Tensor]) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +25,7 @@ from composer_dist.ddp import start_gather, sum_counts
 from composer_events.metric_entries import by_entry
 
 if TYPE_CHECKING:
-    from composer.trainer._rank_sync import LossMeans
+    from composer.trainer._rank_sync import BatchLosses, LossMeans
     from composer_events.state import State
     from composer_time import Timestamp
 
@@ -195,7 +196,7 @@ class SharedResults:
     earlier waits for them alone.
     """
 
-    def __init__(self, state: State, means: LossMeans, metrics: SharedMetrics, losses: Mapping[str, Tensor]) -> None:
+    def __init__(self, state: State, means: LossMeans, metrics: SharedMetrics, losses: BatchLosses) -> None:
         self._state, self._means, self._metrics, self._own_losses = state, means, metrics, losses
         own = means.begin(losses)
         self._num_of_losses = len(own)
@@ -219,7 +220,28 @@ class SharedResults:
             for name, metric in metrics.metrics.items()
             if getattr(metric, "update_called", True)  # compute() of torchmetrics warns before the first update
         }
+        self._compute_losses: Callable[[], dict[str, Any]] | None = None
         self._lock, self._is_read = RLock(), False  # a destination may read from a thread
+
+    @property
+    def has_all_metrics(self) -> bool:
+        """Whether every metric of the state was updated in this batch."""
+        return len(self._values) == len(self._metrics.metrics)
+
+    def finish(self) -> None:
+        """Wait for the results. Every rank must call this before the results of the next batch."""
+        with self._lock:
+            if self._compute_losses is not None:
+                return
+            gathered = self._gathered()
+            self._compute_losses = self._means.end(self._own_losses, gathered[: self._num_of_losses])
+            if not self._places:
+                return
+            has_changed = cast("list[bool]", gathered[-1].any(dim=0).tolist())  # pyright: ignore[reportUnknownMemberType]
+            for name in list(itertools.compress(self._places, has_changed)):
+                self._metrics.stop_sharing(name)
+                self._values.pop(name, None)
+                del self._places[name]
 
     def read(self) -> None:
         """Wait for the results, and store them on the state."""
@@ -227,12 +249,11 @@ class SharedResults:
             if self._is_read:
                 return
             self._is_read = True  # first, since the properties of the state call this
-            self._losses = self._means.end(self._own_losses, self._gathered()[: self._num_of_losses])
+            self.finish()
+            assert self._compute_losses is not None
+            self._losses = self._compute_losses()
             for name in self._values.keys() & self._places.keys():
-                if (states := self._states(name)) is None:
-                    del self._values[name]
-                else:
-                    self._values[name] = self._metrics.compute(name, self._attributes[name], states)
+                self._values[name] = self._metrics.compute(name, self._attributes[name], self._states(name))
             self._state.total_loss_dict = self._losses
             self._state.train_metric_values.update(self._values)
 
@@ -248,16 +269,13 @@ class SharedResults:
         self.read()
         return {f"metrics/train/{name}": value for name, value in by_entry(self._values).items()}
 
-    def _states(self, name: str) -> Sequence[Tensor] | None:
-        """Return the states of a metric on all ranks, or `None` if one of them has changed its shape or dtype."""
-        *gathered, has_changed = self._gathered()
-        if has_changed[:, list(self._places).index(name)].any():
-            self._metrics.stop_sharing(name)
-            return None
-        return gathered[self._num_of_losses :][self._places[name]]
+    def _states(self, name: str) -> Sequence[Tensor]:
+        """Return the states of a metric on all ranks."""
+        return self._gathered()[self._num_of_losses :][self._places[name]]
 
     def _states_if_current(self, name: str, num_updates: int, states: Sequence[Tensor]) -> Sequence[Tensor] | None:
         metric = self._metrics.metrics[name]
         # A reset replaces the states, and an update may change them in place.
         is_current = metric.update_count == num_updates and all(map(operator.is_, metric.metric_state.values(), states))
-        return self._states(name) if is_current else None
+        self.finish()
+        return self._states(name) if is_current and name in self._places else None

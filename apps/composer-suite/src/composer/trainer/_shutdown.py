@@ -51,9 +51,6 @@ _fits: Final = itertools.count()  # per process; all ranks count alike
 class StopAgreement:
     """Agreement of all ranks on a common last batch.
 
-    Args:
-        ask: Returns the request to this rank, such as the number of a signal, or `None`. It is called from a thread.
-
     Attributes:
         request: The first request of any rank, once it is known on this rank.
     """
@@ -73,7 +70,6 @@ class StopAgreement:
 
     @property
     def is_agreed(self) -> bool:
-        """Return whether all ranks have agreed on a last batch."""
         return self._last is not None
 
     def begin(self) -> None:
@@ -81,11 +77,7 @@ class StopAgreement:
         self._thread.start()
 
     def stops_here(self) -> bool:
-        """Return, between two batches, whether all ranks stop after the one that has ended.
-
-        Raises:
-            RuntimeError: If the other ranks do not answer.
-        """
+        """Return, between two batches, whether all ranks stop after the one that has ended."""
         ended = self._entered
         self._entered = ended + 1  # before the gate is read, or the thread could publish a smaller number
         if not self._is_closed:
@@ -141,10 +133,7 @@ class StopAgreement:
             last = self._read(store, "last")
         self._last = None if last == _NEVER else int(last)
         self._is_known.set()
-        self._wait_for_readers(store)
-
-    def _wait_for_readers(self, store: Any) -> None:
-        """Keep rank 0, whose process may hold the store, until every rank has read the last batch."""
+        # Rank 0, whose process may hold the store, waits until every rank has read the last batch.
         if self._last is not None and store.add("learned", 1) == get_world_size():
             store.set("all learned", "")
         if self._last is not None and get_global_rank() == 0:
@@ -214,11 +203,7 @@ def take_signals(engine: Engine) -> None:
 
 
 def close_engine(engine: Engine) -> None:
-    """Close the callbacks of an engine, and restore the default signal handlers after the last engine.
-
-    Raises:
-        SystemExit: After closing, if a signal arrived meanwhile.
-    """
+    """Close the callbacks of an engine, and restore the default signal handlers after the last engine."""
     is_main = threading.current_thread() is threading.main_thread()
     with postponed():
         try:
@@ -250,9 +235,6 @@ def end_run(signum: int, frame: FrameType | None) -> None:
     """Exit on a signal by `SystemExit`, so that everything is closed.
 
     Running sections finish first. During interpreter shutdown, a repeated signal ends the process at once.
-
-    Raises:
-        SystemExit: Unless a section is running, or there is nothing to close.
     """
     if _process.pid != os.getpid():  # a forked child behaves as without this handler
         _end_at_once(signum)
@@ -333,9 +315,6 @@ class Preemption:
         """Handle signals in the context if it runs in the main thread; previous handlers are restored at its end.
 
         Every rank must enter this.
-
-        Raises:
-            SystemExit: If training finished while the ranks were asked to stop.
         """
         self._received = None
         self._agreement = StopAgreement(lambda: self._received) if get_world_size() > 1 else None
@@ -358,11 +337,7 @@ class Preemption:
             raise self._exit()
 
     def leave_if_asked(self) -> None:
-        """Save a checkpoint and exit, if all ranks stop after the batch that has just ended.
-
-        Raises:
-            SystemExit: If they stop.
-        """
+        """Save a checkpoint and exit, if all ranks stop after the batch that has just ended."""
         if self._agreement is None:
             is_asked = self._received is not None
         else:
@@ -415,13 +390,11 @@ class Preemption:
 
     def _log_stop(self, batch: int, consequence: str) -> None:
         with tqdm.external_write_mode(sys.stderr):  # on a line of its own, above the progress bars
-            _log.warning("Training stops after batch %d because of %s. %s", batch, self._name(), consequence)
+            name = signal.Signals(self._signal()).name
+            _log.warning("Training stops after batch %d because of %s. %s", batch, name, consequence)
 
     def _exit(self) -> SystemExit:
         return SystemExit(128 + (signal.SIGINT if self._signal() == signal.SIGINT else signal.SIGTERM))
-
-    def _name(self) -> str:
-        return signal.Signals(self._signal()).name
 
     def _signal(self) -> int:
         """Return the first signal of any rank, which ends the training."""

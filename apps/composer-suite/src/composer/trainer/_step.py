@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from composer.trainer import _error_context as error_context
 from composer.trainer._divergence_guard import DivergenceGuard
 from composer.trainer._microbatching import HalveOnOom, check_token_weights, size_for
-from composer.trainer._rank_sync import TOTAL, Ranks, add_up, mean_total
+from composer.trainer._rank_sync import TOTAL, BatchLosses, Ranks, mean_total
 from composer.trainer._report import TrainMetrics
 from composer.trainer._scaler import unscale
 from composer_dist import get_precision_context
@@ -90,8 +90,8 @@ class BatchTrainer:
         # Whether the ranks must know before the forward pass that they have equally many microbatches.
         self._needs_alignment = getattr(self.strategy, "sync_strategy", None) not in _ONCE_A_BATCH
 
-    def __call__(self) -> dict[str, Tensor]:
-        """Run the step and return the losses to log, as scalars on the device, by their log names."""
+    def __call__(self) -> BatchLosses:
+        """Run the step and return the losses to log, as scalars on the device."""
         scaler, step = self.state.scaler, self._step
         if step is None or step.optimizers != self._optimizers:  # an algorithm may replace one during training
             step = self._step = (ClosureStep if takes_closure(self._optimizers) else Step)(self._optimizers, self)
@@ -117,7 +117,7 @@ class BatchTrainer:
             self.guard.end_fit()
         self._optimizers.eval()
 
-    def compute_gradients(self, losses: dict[str, Tensor], *, sync: bool = True) -> None:
+    def compute_gradients(self, losses: BatchLosses, *, sync: bool = True) -> None:
         """Compute the gradients of the batch, and store its losses in `losses`.
 
         Without `sync`, the gradients are those of this rank's part of the batch.
@@ -132,21 +132,15 @@ class BatchTrainer:
         batch = state.batch
         microbatches = self._cut(batch)
         shares, is_aligned = self._weigh(microbatches)
-        parts: dict[str, list[tuple[Tensor, float]]] = {}
         with _NOTHING if self.oom is None else self.oom.meeting(sync=sync):
             for index, microbatch in enumerate(microbatches, 1):
                 self._move(microbatch)
                 is_last = index == len(microbatches)
                 with self.strategy.microbatch(is_last=is_last, sync=sync, is_aligned=is_aligned):
-                    self._train_microbatch(shares, index - 1, parts)
+                    self._train_microbatch(shares, index - 1, losses)
                 if index == 1 and not is_last and self.has_cuda_graphs:
                     self._own_gradients()
         state.batch = batch
-        if len(microbatches) == self.ranks.world_size == 1:  # the mean already, which saves the kernels of the sum
-            (total, _), *_ = parts.pop(TOTAL)
-            losses.update(add_up(parts), **{TOTAL: total})
-        else:
-            losses.update(add_up(parts))
         if state.scaler is not None:
             # Here, because algorithms such as clipping read the gradients on AFTER_TRAIN_BATCH.
             unscale(state.scaler, self._optimizers)
@@ -200,9 +194,7 @@ class BatchTrainer:
             self._has_looked_at_tokens = True
         return _shares(weights, whole), is_aligned
 
-    def _train_microbatch(
-        self, shares: "Sequence[float] | _LateShares", index: int, parts: dict[str, list[tuple[Tensor, float]]]
-    ) -> None:
+    def _train_microbatch(self, shares: "Sequence[float] | _LateShares", index: int, losses: BatchLosses) -> None:
         state, run_event = self.state, self.engine.run_event
         self.metrics.keep(state.batch)
 
@@ -221,9 +213,9 @@ class BatchTrainer:
             named = name_losses(total)
             total = named.pop(TOTAL)
             for name, value in named.items():
-                parts.setdefault(name, []).append((_weigh(value.detach(), share), share))
+                losses.add(name, _weigh(value.detach(), share), share)
         weighted = _weigh(_mean(total), share)
-        parts.setdefault(TOTAL, []).append((weighted.detach(), share))
+        losses.add(TOTAL, weighted.detach(), share)
         self._backward(weighted, share)
         run_event(Event.AFTER_BACKWARD)
 
@@ -275,9 +267,9 @@ class Step:
         self._batch = batch
         self._guard, self._oom = batch.guard, batch.oom
 
-    def attempt(self) -> dict[str, Tensor]:
+    def attempt(self) -> BatchLosses:
         """Return the losses of the batch, after the step if the batch is good."""
-        losses: dict[str, Tensor] = {}
+        losses = BatchLosses()
         self._batch.compute_gradients(losses)
         if self._oom is not None:
             self._oom.agree()
@@ -295,16 +287,18 @@ class Step:
 class ClosureStep(Step):
     """The step of a single optimizer that evaluates the loss itself, once or several times."""
 
-    def attempt(self) -> dict[str, Tensor]:
+    def attempt(self) -> BatchLosses:
         """Return the losses of the batch, after the step if the batch is good."""
-        losses: dict[str, Tensor] = {}
+        losses = BatchLosses()
 
         def closure(*, ddp_sync: bool = True, loss_dict: dict[str, Tensor] | None = None) -> Tensor | None:
-            seen = losses if loss_dict is None else loss_dict  # the optimizer chooses which evaluation is logged
+            seen = losses if loss_dict is None else BatchLosses()  # the optimizer chooses which evaluation is logged
             self._batch.compute_gradients(seen, sync=ddp_sync)
             if self._oom is not None:
                 self._oom.agree()
-            loss: Tensor | None = seen[TOTAL]
+            if loss_dict is not None:
+                loss_dict |= seen.means()
+            loss: Tensor | None = seen.total
             if ddp_sync:
                 loss = mean_total(seen, self._batch.strategy)  # all ranks must agree, as optimizers branch on the loss
                 if self._guard is not None and self._guard.stops_closure(self.optimizers, seen):

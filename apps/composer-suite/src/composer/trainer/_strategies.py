@@ -19,6 +19,7 @@ from composer_dist import agreement, dist, get_global_rank, get_world_size, repr
 from composer_dist.ddp import DDP
 from composer_dist.deepspeed import check_deepspeed_fits, parse_deepspeed_config
 from composer_dist.strategy import SingleDevice, Strategy
+from composer_events.arguments import numbered
 from composer_models import MissingConditionalImportError
 from composer_time import Time, TimeUnit
 
@@ -45,7 +46,6 @@ def as_fsdp(strategy: Strategy) -> FSDP | None:
 
 
 def read_parallelism(arguments: TrainerArguments) -> ParallelismConfig | None:
-    """Return the sharding settings from the arguments, or `None`."""
     if arguments.parallelism_config is None and arguments.fsdp_config is None:
         return None
     from composer_fsdp.parse import parse_parallelism  # a slow import that only sharded runs need
@@ -100,7 +100,6 @@ def _refuse_settings(arguments: TrainerArguments, resolved: ResolvedArguments) -
 
 
 def plan_sharding(config: ParallelismConfig, precision: Precision, *, is_auto: bool) -> ShardingPlan:
-    """Return the sharding plan for parallelism settings."""
     if is_auto and config.fsdp2 is not None:
         raise ValueError(
             "Auto microbatching is not supported outside of FSDP1: device_train_microbatch_size='auto' does not go "
@@ -273,11 +272,16 @@ def share_seed(seed: int | None) -> int:
 
 def seed_rank(rank_zero_seed: int, strategy: Strategy) -> None:
     """Seed this rank, so that dropout and augmentation differ between ranks, unless ranks share a batch."""
-    fsdp = as_fsdp(strategy)
     # The ranks of one tensor parallel group share a batch, and therefore a seed.
-    batch_rank = get_global_rank() if fsdp is None else fsdp.batch_rank
+    batch_rank, _ = share_of_data(strategy) or (get_global_rank(), 0)
     # The largest seed wraps around.
     reproducibility.seed_all((rank_zero_seed + batch_rank) % (reproducibility.MAX_SEED + 1))
+
+
+def share_of_data(strategy: Strategy) -> tuple[int, int] | None:
+    """Return the number of this rank's share of the data and of all shares, if ranks that split tensors share it."""
+    fsdp = as_fsdp(strategy)
+    return None if fsdp is None or fsdp.world_size == get_world_size() else (fsdp.batch_rank, fsdp.world_size)
 
 
 def share_length(state: State) -> None:
@@ -363,7 +367,7 @@ def check_agreement(arguments: TrainerArguments, resolved: ResolvedArguments) ->
         "max_duration": resolved.duration,
         "precision": resolved.precision,
         "deepspeed_config": resolved.deepspeed_config,
-        "parallelism_config": _sharding_facts(resolved.strategy),
+        "parallelism_config": None if (fsdp := as_fsdp(resolved.strategy)) is None else fsdp.plan.facts(),
         "CheckpointSaver": None if resolved.saver is None else resolved.saver.filename.filename,
     }
     facts: dict[str, Any] = {
@@ -373,21 +377,13 @@ def check_agreement(arguments: TrainerArguments, resolved: ResolvedArguments) ->
         for name, value in values.items()
     }
     facts["model"] = agreement.describe_model(resolved.model)
-    facts["optimizers"] = {
-        f"{type(each).__name__}#{place}" if place else type(each).__name__: _settings(each)
-        for place, each in enumerate(resolved.optimizers)
-    }
+    names = numbered(type(each).__name__ for each in resolved.optimizers)
+    facts["optimizers"] = dict(zip(names, map(_settings, resolved.optimizers), strict=True))
     facts["algorithms"] = [_name(algorithm) for algorithm in resolved.algorithms]
     facts["schedulers"] = [_name(scheduler) for scheduler in resolved.schedule.schedulers]
     facts["eval_dataloader"] = _evaluator_facts(resolved.evaluators)
     facts["train_dataloader"] = None if resolved.data_spec is None else agreed_facts(resolved.data_spec.dataloader)
     compare(facts)
-
-
-def _sharding_facts(strategy: Strategy) -> dict[str, Any] | None:
-    """Return the sharding settings that must agree on all ranks."""
-    fsdp = as_fsdp(strategy)
-    return None if fsdp is None else fsdp.plan.facts()
 
 
 def _evaluator_facts(evaluators: Iterable[Evaluator]) -> dict[str, Any]:
@@ -455,12 +451,7 @@ def unwrap_compiled(config: Mapping[str, Any] | None, model: Any) -> tuple[Any, 
 
 
 def uses_cuda_graphs(config: Mapping[str, Any] | None, model: Any) -> bool:
-    """Return whether a part of a model runs in CUDA graphs, whose outputs and gradients each replay overwrites.
-
-    Args:
-        config: The arguments of `torch.compile`, or `None`.
-        model: The model as given, perhaps compiled already, as a whole or in part.
-    """
+    """Return whether a part of a model runs in CUDA graphs, whose outputs and gradients each replay overwrites."""
     compiled: list[Any] = [*model.modules()] if isinstance(model, nn.Module) else []
     compiled += [] if config is None else [torch.compile(nn.Identity(), **config)]
     return any(map(_runs_in_cuda_graphs, compiled))

@@ -117,12 +117,7 @@ class DivergenceError(RuntimeError):
 
 
 def to_policy(given: Any, *, is_deepspeed: bool = False) -> OnDivergence | None:
-    """Convert the argument `on_divergence` to a policy; `None` disables all checks.
-
-    Raises:
-        TypeError: If it is neither a string, a policy nor `None`.
-        ValueError: If the action is unknown, or not possible with DeepSpeed.
-    """
+    """Convert the argument `on_divergence` to a policy; `None` disables all checks."""
     policy = OnDivergence(given) if given in ("raise", "skip", "rollback") else given
     if policy is None:
         return None

@@ -88,7 +88,6 @@ class _ReportingHook:
 
 
 def _ipython() -> Any:
-    """Return the running shell of IPython, or `None`."""
     ipython = loaded("IPython")  # not imported, so not running
     return None if ipython is None else ipython.get_ipython()
 

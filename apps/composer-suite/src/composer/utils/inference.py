@@ -259,11 +259,7 @@ def _write(
 
 
 def _write_torchscript(model: nn.Module, path: str, sample: _Arguments | None) -> None:
-    """Write TorchScript: compiled from the source or, if that fails, traced with the sample.
-
-    Raises:
-        RuntimeError: If neither is possible.
-    """
+    """Write TorchScript: compiled from the source or, if that fails, traced with the sample."""
     name = type(model).__name__
     with _without_deprecations():
         try:

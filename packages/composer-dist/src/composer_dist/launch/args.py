@@ -49,12 +49,7 @@ class Options(argparse.Namespace):
 
 
 def parse_options(arguments: Sequence[str]) -> Options:
-    """Return the options of a command line, given the arguments after the command's name.
-
-    Raises:
-        ValueError: If options contradict each other or have invalid values.
-        SystemExit: If an option is unknown or its value has the wrong type; and after `--help` and `--version`.
-    """
+    """Return the options of a command line, given the arguments after the command's name."""
     options = _make_parser().parse_args(arguments, Options())
     rest = options.training_script_args
     # argparse consumes a `--` that directly follows the script.
@@ -179,7 +174,6 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _describe_commands() -> str:
-    """Return the installed commands, one per line, each with the description in its module's docstring."""
     found = dict(_commands())
     width = max(map(len, found), default=0)
     return "".join(f"  {name:{width}}  {_description(entry)}".rstrip() + "\n" for name, entry in found.items())

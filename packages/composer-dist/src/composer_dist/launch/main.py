@@ -53,7 +53,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _launch(arguments: Sequence[str]) -> int:
-    """Prepare and run a launch; an error of the preparation is an error of the command line."""
     try:
         start = _prepare(arguments)
     except ValueError as error:  # later ones are not errors of the command line
@@ -129,7 +128,9 @@ def check_meeting_point(topology: Topology) -> None:
     _wait_for_address(f"master_addr={addr!r} (from {source})", addr, topology.is_multi_node)
     if topology.base_rank != 0:
         return
-    if not _is_here(addr, topology.master_port):
+    found = socket.getaddrinfo(addr, topology.master_port, type=socket.SOCK_STREAM)
+    # Only an address of this machine can be bound.
+    if all(_bind_error(family, str(address[0]), 0) == errno.EADDRNOTAVAIL for family, *_, address in found):
         message = (
             f"master_addr={addr!r} (from {source}) is not an address of this machine, where rank 0 runs. Give one of "
             "its addresses"
@@ -173,12 +174,6 @@ def _wait_for_address(what: str, host: str, is_multi_node: bool) -> None:
                 ) from error
             _log.info("%s cannot be resolved yet: %s", what, error)
         time.sleep(0.5)
-
-
-def _is_here(addr: str, port: int) -> bool:
-    found = socket.getaddrinfo(addr, port, type=socket.SOCK_STREAM)
-    # Only an address of this machine can be bound.
-    return any(_bind_error(family, str(address[0]), 0) != errno.EADDRNOTAVAIL for family, *_, address in found)
 
 
 def _bind_error(family: int, addr: str, port: int) -> int | None:

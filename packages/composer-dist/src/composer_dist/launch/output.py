@@ -87,11 +87,7 @@ class Logs(LogsSpecs):
         return LogsDest(files["stdout"], files["stderr"], {}, {}, errors)  # torch's copies could block the end
 
     def open_targets(self, envs: Mapping[int, Mapping[str, str]]) -> None:
-        """Open the files that the user named, before any process starts, so that an error leaves none running.
-
-        Raises:
-            CannotStartError: If a file cannot be opened.
-        """
+        """Open the files that the user named, before any process starts, so that an error leaves none running."""
         for stream in _STREAMS:
             for env in envs.values():
                 name = named_file(stream, self._options, env, self._environ)

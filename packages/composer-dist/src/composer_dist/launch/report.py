@@ -72,13 +72,7 @@ def crash_report(failures: Sequence["Ending"]) -> str:
 
 
 def root_cause(ending: "Ending", others: Sequence[int], folder: str | None) -> str:
-    """Return a sentence about the first failure, hints, and last its traceback.
-
-    Args:
-        ending: The first failure.
-        others: The ranks of this node that had not failed and were stopped.
-        folder: The folder of the log files.
-    """
+    """Return a sentence about the first failure, hints, and last its traceback."""
     when = time.strftime("%H:%M:%S", time.localtime(ending.time))
     lines = ["", f"composer: error: rank {ending.rank} (PID {ending.pid}) failed first: it {ending.what} at {when}."]
     lines += [f"composer: {hint}" for hint in _hints(ending, others)]

@@ -144,11 +144,7 @@ class Launch:
         return has_failed
 
     def end(self, signum: signal.Signals | None = None) -> None:
-        """End all ranks: wait for those that are finishing, send a signal, and then SIGKILL.
-
-        Raises:
-            SignalException: If a signal arrived while the ranks were ended for a restart.
-        """
+        """End all ranks: wait for those that are finishing, send a signal, and then SIGKILL."""
         workers = self._workers
         if workers is None:
             self._signals.followed = signum
@@ -202,7 +198,6 @@ class Launch:
             workers.kill()
 
     def _close(self, *, failed: bool) -> None:
-        """Kill the remaining processes, set the status, and report failures."""
         workers = self._workers
         failures = workers.failures() if workers else []
         if workers is not None:
@@ -224,7 +219,6 @@ class Launch:
             _log.log(level, "The logs are in %s", folder)
 
     def _report(self, failures: Sequence[Ending], folder: str | None) -> None:
-        """Report the failed ranks, with the root cause's traceback last."""
         assert self._workers is not None  # some have failed
         if is_on_console(failures[0]):
             return  # reported in one line already; more would hide the rank's output

@@ -141,15 +141,7 @@ class ClusterHints:
 
 
 def infer(cluster: str, environ: Environment) -> ClusterHints | None:
-    """Return the values of a cluster, or `None` outside of one.
-
-    Args:
-        cluster: One of `CLUSTERS`; `'auto'` for the first whose variables are set; `'none'`.
-        environ: The environment.
-
-    Raises:
-        ValueError: If the named cluster's variables are missing, or if several launchers were started on this node.
-    """
+    """Return the values of a cluster, or `None` outside of one."""
     if cluster == "none":
         return None
     missing = {
@@ -171,9 +163,6 @@ def infer(cluster: str, environ: Environment) -> ClusterHints | None:
 
 def expand_nodelist(nodelist: str) -> list[str]:
     """Return the hosts in Slurm's compressed node list: names with numbers and ranges in brackets.
-
-    Raises:
-        ValueError: If brackets do not match or contain anything else.
 
     Example:
         >>> expand_nodelist("n[01-03,7],login")
@@ -234,11 +223,7 @@ class Topology:
 
 
 def resolve(options: Options, environ: Mapping[str, str], nproc: Found[int]) -> Topology:
-    """Return this node's place from options, environment and cluster, in this order.
-
-    Raises:
-        ValueError: If values contradict each other, are missing, or are not integers.
-    """
+    """Return this node's place from options, environment and cluster, in this order."""
     inputs = _Inputs(options, environ)
     world_size = _world_size(inputs, nproc)
     if world_size.value > nproc.value:
@@ -273,11 +258,7 @@ def resolve(options: Options, environ: Mapping[str, str], nproc: Found[int]) -> 
 
 
 def resolve_nproc(options: Options, environ: Mapping[str, str], count_accelerators: Callable[[], int]) -> Found[int]:
-    """Return the number of processes on this node. Accelerators are counted only if no other source gives a number.
-
-    Raises:
-        ValueError: If the value is not an integer or is below 1.
-    """
+    """Return the number of processes on this node. Accelerators are counted only if no other source gives a number."""
     inputs = _Inputs(options, environ)
     nproc = inputs.flag("nproc") or inputs.variable("LOCAL_WORLD_SIZE")
     if nproc is None and inputs.hints is not None:
@@ -309,16 +290,13 @@ class _Inputs:
 
     @cached_property
     def hints(self) -> ClusterHints | None:
-        """Return the cluster's values, or `None` without a cluster."""
         return self._infer()
 
     def flag(self, name: str) -> Found[int] | None:
-        """Return the number given as an option."""
         value: int | None = getattr(self.options, name)
         return None if value is None else Found(value, option(name))
 
     def variable(self, name: str) -> Found[int] | None:
-        """Return the number in an environment variable."""
         text = self.environ.get(name, "")
         if not text:
             return None
@@ -331,11 +309,9 @@ class _Inputs:
             ) from None
 
     def integer(self, name: str) -> Found[int] | None:
-        """Return the number of an option, or of its variable."""
         return self.flag(name) or self.variable(name.upper())
 
     def text(self, name: str) -> Found[str] | None:
-        """Return the text of an option, or of its variable."""
         typed: str | None = getattr(self.options, name)
         if typed:
             return Found(typed, option(name))
@@ -444,7 +420,9 @@ def common_environment(nproc: int, options: Options, environ: Mapping[str, str])
     common |= {name: environ[name] for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING",) if environ.get(name)}
     if nproc > 1 and not environ.get("OMP_NUM_THREADS"):
         # By default each rank would use all cores; torchrun's single thread leaves cores idle.
-        common["OMP_NUM_THREADS"] = str(max(1, _num_usable_cores() // nproc))
+        has_affinity = hasattr(os, "sched_getaffinity")  # less than cpu_count() in containers and jobs with some cores
+        num_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+        common["OMP_NUM_THREADS"] = str(max(1, num_cores // nproc))
         _log.info("OMP_NUM_THREADS=%s: the usable cores divided by the ranks.", common["OMP_NUM_THREADS"])
     if options.elastic_batch is not None:
         common["COMPOSER_ELASTIC_BATCH"] = options.elastic_batch
@@ -470,12 +448,6 @@ def child_command(options: Options, environ: Mapping[str, str]) -> list[str]:
     return [*interpreter, *module, options.training_script, *arguments]
 
 
-def _num_usable_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):  # less than cpu_count() in containers and jobs with some cores
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def _expand(argument: str, environ: Mapping[str, str]) -> str:
     def value(match: re.Match[str]) -> str:
         return environ.get(match[1] or match[2], match[0])
@@ -490,22 +462,15 @@ def named_file(stream: str, options: Options, env: Mapping[str, str], environ: M
     """Return the file that a rank's `'stdout'` or `'stderr'` is appended to; `None` for the console or the logs."""
     if env["LOCAL_RANK"] == "0":
         return None  # on the console
-    hosted = _hosted_prefix(environ)
-    if hosted is not None:
-        return f"{hosted}{env['LOCAL_RANK']}.txt"  # both streams in one file
+    # On MosaicML's platform, which collects these files.
+    folder, prefix = environ.get("MOSAICML_LOG_DIR", ""), environ.get("MOSAICML_GPU_LOG_FILE_PREFIX", "")
+    is_hosted = environ.get("MOSAICML_PLATFORM", "").lower() == "true"
+    if is_hosted and folder.lower() not in _UNSET and prefix.lower() not in _UNSET:
+        return os.path.join(folder, f"{prefix}{env['LOCAL_RANK']}.txt")  # both streams in one file
     name_format: str | None = getattr(options, stream)
     if name_format is None:
         return None
     return name_format.format(**{name: int(env[name.upper()]) for name in PLACEHOLDERS})
-
-
-def _hosted_prefix(environ: Mapping[str, str]) -> str | None:
-    """Return the path prefix of the files that MosaicML's platform collects, or `None` elsewhere."""
-    folder, prefix = environ.get("MOSAICML_LOG_DIR", ""), environ.get("MOSAICML_GPU_LOG_FILE_PREFIX", "")
-    is_hosted = environ.get("MOSAICML_PLATFORM", "").lower() == "true"
-    if not is_hosted or folder.lower() in _UNSET or prefix.lower() in _UNSET:
-        return None
-    return os.path.join(folder, prefix)
 
 
 _RUN_NAMES = ("COMPOSER_RUN_NAME", "RUN_NAME", "SLURM_JOB_ID")
@@ -527,11 +492,7 @@ class Rendezvous:
 def resolve_rendezvous(
     options: Options, nproc: int, topology: Topology | None, environ: Mapping[str, str]
 ) -> Rendezvous:
-    """Return the settings of the rendezvous from options, topology and environment.
-
-    Raises:
-        ValueError: If the number of nodes is unknown, or a setting is not a pair.
-    """
+    """Return the settings of the rendezvous from options, topology and environment."""
     nnodes = options.nnodes  # N or MIN:MAX
     if nnodes is None:
         assert topology is not None
@@ -554,20 +515,16 @@ def resolve_rendezvous(
             f"--nnodes={options.nnodes!r} nodes must know where they meet. Give --rdzv-endpoint HOST:PORT, the same on "
             "every node, where HOST is one of them."
         )
+    named = next((environ[name] for name in _RUN_NAMES if environ.get(name)), None)
     return Rendezvous(
         nproc=nproc,
         min_nodes=min_nodes,
         max_nodes=max_nodes,
         backend=options.rdzv_backend,
         endpoint=endpoint or "localhost:0",
-        run_id=options.rdzv_id or _default_run_id(environ, max_nodes),
+        run_id=options.rdzv_id or named or ("composer" if max_nodes > 1 else uuid.uuid4().hex),
         config=config,
     )
-
-
-def _default_run_id(environ: Mapping[str, str], max_nodes: int) -> str:
-    named = next((environ[name] for name in _RUN_NAMES if environ.get(name)), None)
-    return named or ("composer" if max_nodes > 1 else uuid.uuid4().hex)
 
 
 def _parse_config(text: str) -> dict[str, str]:

@@ -148,12 +148,7 @@ class Workers:
         return self.are_done or time.monotonic() - self._leaving_since > patience_s
 
     def stop(self, signum: signal.Signals, timeout_s: float) -> None:
-        """Send a signal to all running ranks, and kill those that do not end in time.
-
-        Args:
-            signum: The signal.
-            timeout_s: Seconds, counted from the first sign of a failure if any.
-        """
+        """Send a signal to all running ranks, and kill those that do not end in time."""
         self._stop_time = self._stop_time or time.time()  # later failures are consequences of the stop
         since = self._failed_since or time.monotonic()
         for local_rank, pid in self.pids.items():
@@ -340,11 +335,7 @@ class Signals:
 
     @contextmanager
     def while_ending(self, followed: signal.Signals | None) -> Iterator[None]:
-        """Defer signals that would interrupt the end of the ranks.
-
-        Args:
-            followed: The signal that is the reason for the end, if any.
-        """
+        """Defer signals that would interrupt the end of the ranks."""
         self._is_ending = True
         self._handle()
         self.followed = followed
