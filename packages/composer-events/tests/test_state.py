@@ -348,12 +348,20 @@ def test_a_step_without_optimizers_is_refused_and_one_without_schedulers_is_none
     assert state.schedulers.step() is None
 
 
+def test_the_length_is_unknown_again_after_none():
+    state = make_state(dataloader=[1, 2])
+
+    state.dataloader_len = None
+
+    assert state.dataloader_len is None
+
+
 @pytest.mark.parametrize(
     ("length", "kind", "message"),
     [
         ("1", TypeError, "dataloader_len='1' is not a number of batches"),
         (1.9, TypeError, r"dataloader_len=1\.9 is not a number of batches"),
-        (None, TypeError, "dataloader_len=None is not a number of batches"),
+        ([1], TypeError, r"dataloader_len=\[1\] is not a number of batches"),
         (True, TypeError, "dataloader_len=True is not a number of batches"),
         (Time(1, "ep"), ValueError, "dataloader_len='1ep' is not in batches"),
     ],
