@@ -1,7 +1,7 @@
 """Comparison of a checkpoint with a model and its optimizers, before any weight is changed."""
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from logging import getLogger
 from typing import Any
 
@@ -19,7 +19,7 @@ from composer_checkpoint.errors import (
 )
 from composer_dist.wrapping import canonical_name, unwrap_model
 from composer_events.batches import ensure_tuple
-from composer_events.state import State
+from composer_events.state import State, named_by_class
 from composer_time import Timestamp
 
 log = getLogger(__name__)
@@ -164,7 +164,7 @@ def refuse_unfitting_state(state: State, saved: Mapping[str, Any], path: str) ->
     if state.deepspeed_enabled or saved.get("algorithms") or not isinstance(state.model, nn.Module):
         return
     optimizers: Mapping[str, Any] = saved.get("optimizers") or {}
-    for name, optimizer in named_optimizers(ensure_tuple(state.optimizers)):
+    for name, optimizer in named_by_class(ensure_tuple(state.optimizers)):
         if optimizers.get(name) is not None and isinstance(optimizer, torch.optim.Optimizer):
             _refuse_another_optimizer(state.model, optimizer, name, optimizers[name], path)
 
@@ -252,15 +252,6 @@ def _misshapen(path: str, where: str, value: object, expected: str) -> Incompati
         f"{path} is not a training state: its {where} is {shown(value)}, and should be {expected}. Nothing was "
         f"changed. Load another checkpoint, or leave that out with load_ignore_keys=[{where!r}]."
     )
-
-
-def named_optimizers(optimizers: Sequence[Any]) -> Iterator[tuple[str, Any]]:
-    """Yield each optimizer with its name in checkpoints: its class, and `Name#1` for the second of one class."""
-    names: list[str] = []
-    for optimizer in optimizers:
-        count = names.count(name := type(optimizer).__qualname__)
-        names.append(name)
-        yield (f"{name}#{count}" if count else name), optimizer
 
 
 def _is_list(value: Any, is_item: Callable[[Any], bool] = lambda _: True) -> bool:

@@ -76,20 +76,9 @@ def describe_set(finals: Mapping[Path, Path], folder: Path) -> str:
     return json.dumps({os.path.relpath(final, folder): temporary.name for final, temporary in finals.items()})
 
 
-def finals_of(record: Path) -> set[Path]:
-    return {record.parent / name for name in _read(record)}
-
-
-def temporaries_of(record: Path) -> set[Path]:
-    return {(record.parent / name).with_name(temporary) for name, temporary in _read(record).items()}
-
-
 def complete_set(record: Path) -> None:
     """Rename the temporary files of a record to their final names, and delete the record."""
-    folder = record.parent
-    for name, temporary in _read(record).items():
-        final = folder / name
-        unfinished = final.with_name(temporary)
+    for final, unfinished in files_of_set(record).items():
         # A missing temporary file was renamed before the writer died.
         if unfinished.is_file():
             os.replace(unfinished, final)
@@ -97,11 +86,11 @@ def complete_set(record: Path) -> None:
             log.warning("Renamed a finished file to %s: its writer had stopped before it could do so.", final)
     # Deleted last: until all files have their names, another attempt needs the record.
     record.unlink()
-    sync_path(folder)
+    sync_path(record.parent)
 
 
-def _read(record: Path) -> dict[str, str]:
-    """Return the entries of a record, or an empty dict if any would rename other files than temporaries below it."""
+def files_of_set(record: Path) -> dict[Path, Path]:
+    """Return the temporary name of each file of a record, or none if any is not a temporary file below its folder."""
     try:
         names: dict[str, str] = json.loads(record.read_bytes())
         for name, temporary in names.items():
@@ -111,7 +100,7 @@ def _read(record: Path) -> dict[str, str]:
                 return {}
     except (FileNotFoundError, ValueError, AttributeError, TypeError):
         return {}
-    return names
+    return {record.parent / name: (record.parent / name).with_name(temporary) for name, temporary in names.items()}
 
 
 def discard(path: Path) -> bool:
@@ -164,7 +153,8 @@ def rename_without_replacing(source: Path, target: Path) -> None:
 
 
 def _renameat2(one: Path, other: Path, flag: int) -> bool:
-    call = _find_renameat2()
+    # Missing on macOS, musl and glibc before 2.28.
+    call = c_function("renameat2", ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
     if call is None:
         return False
     if call(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), flag) == 0:
@@ -176,9 +166,9 @@ def _renameat2(one: Path, other: Path, flag: int) -> bool:
 
 
 @cache
-def _find_renameat2() -> Any:
-    """Return the C library's function, or `None` if it has none (macOS, musl, glibc before 2.28)."""
-    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+def c_function(name: str, *argument_types: Any) -> Any:
+    """Return a function of the C library, or `None` if it has none of this name."""
+    call = getattr(ctypes.CDLL(None, use_errno=True), name, None)
     if call is not None:
-        call.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
+        call.argtypes = argument_types
     return call

@@ -1,14 +1,12 @@
 """Optimizer state that `load_ignore_keys` leaves out of a checkpoint, and that the optimizer keeps instead."""
 
-from collections.abc import Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain, count
 from logging import getLogger
 from typing import Any
 
 import torch
 
-from composer_checkpoint._compatibility import named_optimizers
 from composer_checkpoint._spread import group_names
 from composer_checkpoint._tree import map_tree
 from composer_checkpoint.errors import first_few
@@ -16,7 +14,7 @@ from composer_checkpoint.state import name_of_optimizer, owner_of
 from composer_dist import dist
 from composer_dist.wrapping import canonical_name
 from composer_events.batches import ensure_tuple
-from composer_events.state import State
+from composer_events.state import State, named_by_class
 
 log = getLogger(__name__)
 
@@ -32,24 +30,18 @@ class KeptOptimizers:
 
     def __init__(self, state: State, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
         strategy: Any = owner_of(state)  # DeepSpeed's, which ignores missing entries
-        named = named_optimizers(ensure_tuple(state.optimizers))
-        if strategy is not None:
-            named = zip(map(partial(name_of_optimizer, state), state.optimizers), state.optimizers, strict=True)
         self._kept: list[tuple[Any, dict[Any, Any], list[_Path], dict[Any, dict[str, Any]]]] = []
-        for name, optimizer in named:
-            theirs: Any = _optimizer_in(before, name)
-            mine: Any = _optimizer_in(after, name)
+        for name, optimizer, keys in _optimizers(state):
+            theirs, mine = _optimizer_in(before, name), _optimizer_in(after, name)
             is_given = isinstance(mine, dict) and isinstance(theirs, dict) and "param_groups" in theirs
-            lost = _lost_state(theirs.get("state"), mine) if is_given else []
+            lost = _lost_state(theirs, mine) if is_given else []
             # One rank alone may have read the file.
             lost = [path for of_rank in dist.all_gather_object(lost) for path in of_rank]
             if not is_given and not lost:
                 continue
             if strategy is None:
-                keys = group_names(state.model, optimizer)
                 own = self._keep(optimizer, keys, lost)
             else:
-                keys = strategy.parameter_names(state.model)
                 whole = strategy.optimizer_state_dict(state.model, optimizer)["state"] if lost else {}
                 own = _by_number_and_key([dict(whole.get(number, {})) for number, _ in enumerate(chain(*keys))], keys)
             if is_given:
@@ -78,13 +70,23 @@ class KeptOptimizers:
                         state.pop(parameter, None)
 
 
+def _optimizer_in(saved: Mapping[str, Any], name: str) -> Any:
+    return (saved.get("optimizers") or {}).get(name)
+
+
+def _optimizers(state: State) -> Iterator[tuple[str, Any, Sequence[Sequence[str]]]]:
+    """Yield each optimizer with its name in checkpoints, and the names of the parameters in its groups."""
+    strategy: Any = owner_of(state)  # DeepSpeed's, which orders parameters differently
+    if strategy is None:
+        for name, optimizer in named_by_class(ensure_tuple(state.optimizers)):
+            yield name, optimizer, group_names(state.model, optimizer) if hasattr(optimizer, "param_groups") else []
+        return
+    for optimizer in state.optimizers:
+        yield name_of_optimizer(state, optimizer), optimizer, strategy.parameter_names(state.model)
+
+
 def _by_number_and_key(values: Sequence[Any], keys: Sequence[Sequence[str]]) -> dict[Any, Any]:
     return dict(enumerate(values)) | dict(zip(chain(*keys), values, strict=True))
-
-
-def _optimizer_in(saved: Mapping[str, Any], name: str) -> Any:
-    found = (saved.get("optimizers") or {}).get(name)
-    return found if isinstance(found, dict) else None
 
 
 def _complete_groups(
@@ -121,8 +123,8 @@ def _fill_groups(
         group |= {key: own[key] for key in one.keys() - group.keys() if key in own}
 
 
-def _lost_state(saved: Any, mine: Mapping[str, Any]) -> list[_Path]:
-    left = mine.get("state")
+def _lost_state(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> list[_Path]:
+    saved, left = theirs.get("state"), mine.get("state")
     if left is None:
         return [()]
     if not isinstance(saved, dict) or not isinstance(left, dict):
@@ -199,12 +201,7 @@ def _names_of_numbers(state: State, optimizer_name: str, saved: Mapping[str, Any
     numbers = [number for group in saved.get("param_groups", ()) for number in group["params"]]
     if not any(isinstance(number, int) for number in numbers):
         return {}
-    strategy: Any = owner_of(state)  # DeepSpeed's, which orders parameters differently
-    if strategy is not None:
-        named = {name_of_optimizer(state, each): strategy.parameter_names(state.model) for each in state.optimizers}
-    else:
-        named = {name: group_names(state.model, each) for name, each in named_optimizers(state.optimizers)}
-    names = [name for group in named.get(optimizer_name, ()) for name in group]
+    names = [key for name, _, keys in _optimizers(state) if name == optimizer_name for key in chain(*keys)]
     return dict(zip(numbers, names, strict=False))  # a different number of parameters is refused later
 
 

@@ -34,24 +34,13 @@ from composer_checkpoint.pickles import (
 )
 
 # The names by which torch wrote dtypes before it had untyped storages. It still writes most dtypes in this way.
-STORAGE_DTYPES = {
-    "DoubleStorage": ("float64", 8),
-    "FloatStorage": ("float32", 4),
-    "HalfStorage": ("float16", 2),
-    "BFloat16Storage": ("bfloat16", 2),
-    "LongStorage": ("int64", 8),
-    "IntStorage": ("int32", 4),
-    "ShortStorage": ("int16", 2),
-    "CharStorage": ("int8", 1),
-    "ByteStorage": ("uint8", 1),
-    "BoolStorage": ("bool", 1),
-    "ComplexDoubleStorage": ("complex128", 16),
-    "ComplexFloatStorage": ("complex64", 8),
-    "QUInt8Storage": ("quint8", 1),
-    "QInt8Storage": ("qint8", 1),
-    "QInt32Storage": ("qint32", 4),
-    "QUInt4x2Storage": ("quint4x2", 1),
-    "QUInt2x4Storage": ("quint2x4", 1),
+_STORAGES = (
+    "Double Float Half BFloat16 Long Int Short Char Byte Bool ComplexDouble ComplexFloat QUInt8 QInt8 QInt32 QUInt4x2 "
+    "QUInt2x4"
+)
+# Not the public attribute `dtype`, which warns that typed storages are deprecated.
+STORAGE_DTYPES: Mapping[str, torch.dtype] = {
+    f"{name}Storage": getattr(torch, f"{name}Storage")._dtype for name in _STORAGES.split()
 }
 
 # Dense components of a sparse tensor by its layout, in the order in which they are pickled.
@@ -306,11 +295,6 @@ def _is_size(size: Any) -> bool:
     return is_counts and prod(size) < 1 << 63
 
 
-def _meta_tensor(dtype: Any, size: Any, stride: Any, requires_grad: Any) -> str:
-    # A string instead of a `TensorSpec`, since a meta tensor has neither bytes nor a storage.
-    return f"meta {shown(tuple(size))}"
-
-
 @cache
 def _stand_ins() -> Mapping[str, Any]:
     rebuilding: dict[str, Callable[..., Any]] = {
@@ -324,14 +308,18 @@ def _stand_ins() -> Mapping[str, Any]:
         "_rebuild_parameter_with_state": _parameter,
         "_rebuild_device_tensor_from_cpu_tensor": _device_tensor,
         "_rebuild_sparse_tensor": _sparse,
-        "_rebuild_meta_tensor_no_storage": _meta_tensor,
+        # A string instead of a `TensorSpec`, since a meta tensor has neither bytes nor a storage.
+        "_rebuild_meta_tensor_no_storage": lambda dtype, size, stride, requires_grad: f"meta {shown(tuple(size))}",
     }
     dtypes = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
     return {
         **{name: value for name, value in PLAIN_GLOBALS.items() if name not in _NOT_OF_TORCH},
         **{name: value for name, value in array_globals().items() if name.startswith("numpy.")},
         **{f"torch._utils.{name}": function for name, function in rebuilding.items()},
-        **{f"torch.{name}": Dtype(*dtype) for name, dtype in STORAGE_DTYPES.items()},
+        **{
+            f"torch.{name}": Dtype(str(dtype).removeprefix("torch."), dtype.itemsize)
+            for name, dtype in STORAGE_DTYPES.items()
+        },
         **{f"torch.{name}": Dtype(name, dtype.itemsize) for name, dtype in dtypes.items()},
         **{f"torch.{name}": name for name, value in vars(torch).items() if isinstance(value, torch.qscheme)},
         "torch.storage.UntypedStorage": Dtype("uint8", 1),

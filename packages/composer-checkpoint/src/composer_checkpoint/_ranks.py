@@ -117,7 +117,12 @@ class Ranks:
         def talk() -> Any:
             gathered: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
             tdist.gather_object(mine, gathered, group=self._group, group_dst=0)
-            replies = None if gathered is None else self._combine(gathered, combine)
+            replies: list[Any] | None = None
+            if gathered is not None:
+                failure = next((outcome for outcome in gathered if isinstance(outcome, _Failure)), None)
+                done = failure or _attempt(lambda: self._within_time(lambda: list(combine(gathered))), self.rank)
+                # Every rank raises the same error.
+                replies = [done] * self.world_size if isinstance(done, _Failure) else done
             reply: list[Any] = [None]
             tdist.scatter_object_list(reply, replies, group=self._group, group_src=0)
             return reply[0]
@@ -197,12 +202,6 @@ class Ranks:
             f"save_timeout_in_seconds={self._timeout_s!r}: its disk or store hangs, or is too slow. The previous "
             f"checkpoint is unchanged. Check the disk, or raise the timeout."
         )
-
-    def _combine(self, gathered: list[Any], combine: Callable[[list[Any]], Sequence[object]]) -> list[object]:
-        failure = next((outcome for outcome in gathered if isinstance(outcome, _Failure)), None)
-        outcome = failure or _attempt(lambda: self._within_time(lambda: list(combine(gathered))), self.rank)
-        # Every rank raises the same error.
-        return [outcome] * self.world_size if isinstance(outcome, _Failure) else outcome
 
 
 @dataclass(frozen=True, slots=True)

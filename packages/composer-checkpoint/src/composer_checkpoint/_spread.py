@@ -15,7 +15,7 @@ from composer_dist.collectives import cpu_group
 from composer_dist.devices import STR_TO_DTYPE
 from composer_dist.wrapping import canonical_name, unwrap_model
 from composer_events.arguments import loaded
-from composer_events.state_layout import names_of_groups
+from composer_events.state_layout import names_of_groups, with_names
 
 
 def weights_of(model: nn.Module) -> dict[str, Any]:
@@ -49,14 +49,7 @@ def named_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) ->
     numbered: dict[str, Any] = optimizer.state_dict()
     if "param_groups" not in numbered:
         return numbered  # not a torch optimizer, so the layout is its own
-    groups: list[dict[str, Any]] = numbered["param_groups"]
-    names = [name for of_group in group_names(model, optimizer) for name in of_group]
-    name_of = dict(zip((number for group in groups for number in group["params"]), names, strict=True))
-    return {
-        **numbered,
-        "state": {name_of.get(key, key): value for key, value in numbered["state"].items()},
-        "param_groups": [{**group, "params": [name_of[number] for number in group["params"]]} for group in groups],
-    }
+    return with_names(numbered, group_names(model, optimizer))
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -106,7 +99,14 @@ class TensorSender:
     def __init__(self, state: Any) -> None:
         self._ranks = Ranks()
         self._tensors: list[torch.Tensor] = []
-        self.outline: Any = self._ranks.from_first(lambda: _describe(state, self._tensors))
+
+        def replace(_: str, value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            self._tensors.append(value.detach())
+            return Slot(len(self._tensors) - 1, value.shape, value.dtype)
+
+        self.outline: Any = self._ranks.from_first(lambda: map_tree(state, replace))
 
     def receive(self, slot: Slot, target: torch.Tensor) -> None:
         if self._ranks.world_size == 1:
@@ -121,16 +121,6 @@ class TensorSender:
             whole = torch.empty(slot.shape, dtype=slot.dtype, device=device)
         tdist.broadcast(whole, src=0, group=None if direct else cpu_group(None))
         fill(target, whole)
-
-
-def _describe(state: Any, tensors: list[torch.Tensor]) -> Any:
-    def replace(_: str, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        tensors.append(value.detach())
-        return Slot(len(tensors) - 1, value.shape, value.dtype)
-
-    return map_tree(state, replace)
 
 
 def map_slots(outline: Any, change: Callable[[str, Slot], Any]) -> Any:

@@ -5,8 +5,6 @@ next to its data would not detect forgery either, since both could be changed to
 hashes of files, that are kept in a separate place.
 """
 
-import ctypes
-import functools
 import mmap
 import os
 import re
@@ -14,6 +12,7 @@ import stat
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from ctypes import CDLL, c_int, c_int64, c_size_t, c_uint, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -22,6 +21,7 @@ import numpy as np
 from blake3 import blake3
 from xxhash import xxh3_128
 
+from composer_checkpoint._durability import c_function
 from composer_checkpoint.errors import CorruptCheckpointError, NoCheckpointError
 
 if TYPE_CHECKING:
@@ -138,9 +138,10 @@ class FlushedFile:
             piece = piece[self._file.write(piece) :]
         # A hint only: fsync reports failed writes. POSIX_FADV_DONTNEED, which Python offers, starts writing too, but
         # then waits for all processors to flush their lists of new pages, which costs more than it gains.
-        sync_file_range, length = _find_sync_file_range(), self.position - self._begun
-        if length >= _FLUSH_BYTES and sync_file_range is not None:
-            sync_file_range(self._file.fileno(), self._begun, length, _SYNC_FILE_RANGE_WRITE)
+        if (length := self.position - self._begun) >= _FLUSH_BYTES:
+            sync_file_range = c_function("sync_file_range", c_int, c_int64, c_int64, c_uint)
+            if sync_file_range is not None:  # only Linux has it
+                sync_file_range(self._file.fileno(), self._begun, length, _SYNC_FILE_RANGE_WRITE)
             self._begun = self.position
 
     def rewrite(self, data: memoryview, position: int) -> None:
@@ -201,15 +202,6 @@ class HashingFile:
         self.raw.close()
         if kind is not None:
             self.raise_failure()
-
-
-@cache
-def _find_sync_file_range() -> Any:
-    """Return the function of the C library, which only Linux has; `None` elsewhere."""
-    call = getattr(ctypes.CDLL(None), "sync_file_range", None)
-    if call is not None:
-        call.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
-    return call
 
 
 class FileReader:
@@ -318,10 +310,10 @@ class MappedFile:
             return False
 
 
-@functools.cache
+@cache
 def _madvise() -> Any:
-    madvise = ctypes.CDLL(None).madvise
-    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    madvise = CDLL(None).madvise
+    madvise.argtypes = [c_void_p, c_size_t, c_int]
     return madvise
 
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from logging import getLogger
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +26,6 @@ from composer_checkpoint.names import is_tar
 log = getLogger(__name__)
 
 _PathLike = str | os.PathLike[str]
-_Item = TypeVar("_Item")
 
 
 def save_file(
@@ -95,7 +94,7 @@ def save_file(
             if is_tar(name):
                 archives.pack_tar(states, target, name)
             else:
-                archives.compress(states, target, archives.compressor_of(name) or "")
+                archives.compress(states, target, name)
         return manifest
     except CheckpointError:  # some of these are OSErrors too, and already name the file
         raise
@@ -147,7 +146,7 @@ def load_file(
     source = os.fspath(path)
     validate_file(source)
     if source.endswith(archives.INDEX_SUFFIX):
-        return load_shards(source, map_location=map_location, verify=verify, require_finite=require_finite)
+        return _load_shards(source, map_location, verify, require_finite)
     # Opened once, so that the file that is verified is the one that is loaded, even if another one replaces it.
     with archives.plain_file(source, max_expanded_bytes) as plain, file_io.FileReader(plain) as reader:
         kind = archives.format_of(reader)
@@ -217,10 +216,14 @@ def verify_file(path: _PathLike) -> Manifest | None:
         The manifest, or `None` for a file without one, of which only the structure was checked.
 
     Raises:
-        CorruptCheckpointError: If anything differs, with the name of the tensor.
+        CorruptCheckpointError: If anything differs, with the name of the tensor, and of the file if there are several.
     """
     if os.fspath(path).endswith(archives.INDEX_SUFFIX):
-        return verify_shards(path)
+        index = safetensors.read_index(path)
+        for shard in safetensors.checked_shards(index):
+            with safetensors.open_shard(index, shard) as reader:
+                safetensors.verify_safetensors(reader)
+        return index.manifest
     with archives.plain_file(os.fspath(path)) as plain, file_io.FileReader(plain) as reader:
         match archives.format_of(reader):
             case "safetensors":
@@ -330,14 +333,8 @@ def save_weights_in_shards(
     return Path(folder) / (name + archives.INDEX_SUFFIX if len(shards) > 1 else next(iter(shards)))
 
 
-def load_shards(
-    path: str | os.PathLike[str], *, map_location: Any = "cpu", verify: bool = True, require_finite: bool = False
-) -> dict[str, Tensor]:
-    """Load all files of an index, after comparing their headers with it. The arguments are those of `load_file`.
-
-    Raises:
-        CheckpointError: If the index or a file is damaged or unsafe, with the name of the file.
-    """
+def _load_shards(path: str, map_location: Any, verify: bool, require_finite: bool) -> dict[str, Tensor]:
+    """Load all files of an index, after comparing their headers with it."""
     index = safetensors.read_index(path)
     weights: dict[str, Any] = {}
     # All headers are compared before the first file is loaded.
@@ -349,22 +346,6 @@ def load_shards(
             raise safetensors.in_two_shards(index, name, *(each for each in index.shards if each != shard), shard)
         weights.update(loaded)
     return weights
-
-
-def verify_shards(path: str | os.PathLike[str]) -> Manifest | None:
-    """Compare every byte of the files of an index with their hashes.
-
-    Returns:
-        The manifest, or `None` for files of other programs.
-
-    Raises:
-        CorruptCheckpointError: If anything differs, with the file and the tensor.
-    """
-    index = safetensors.read_index(path)
-    for shard in safetensors.checked_shards(index):
-        with safetensors.open_shard(index, shard) as reader:
-            safetensors.verify_safetensors(reader)
-    return index.manifest
 
 
 _ALWAYS_FINITE = frozenset(["float4_e2m1fn_x2"])  # has neither, and torch does not compute with it

@@ -64,18 +64,9 @@ def glob_filter(exclude_globs: Iterable[str], argument: str = "load_ignore_key")
         found: set[str] = set()
 
         def prune(path: str, value: Any) -> Any:
-            """Return a copy of a container without the items that are left out."""
             matching = {pattern for pattern, expression in patterns.items() if path and expression.match(path)}
             found.update(matching)
-            if matching:
-                return _LEFT_OUT
-            if isinstance(value, dict):
-                for key in [key for key, item in dict.items(value) if item is _LEFT_OUT]:
-                    del value[key]
-            elif isinstance(value, list | tuple) and any(item is _LEFT_OUT for item in value):
-                kept = [item for item in value if item is not _LEFT_OUT]
-                return kept if isinstance(value, list) else tuple(kept)
-            return value
+            return _LEFT_OUT if matching else _pruned(value)
 
         # After their items, since other patterns may match inside of a container that is left out.
         left = dict(map_tree(content, prune, inside_out=True))
@@ -91,3 +82,14 @@ def glob_filter(exclude_globs: Iterable[str], argument: str = "load_ignore_key")
                 )
 
     return delete
+
+
+def _pruned(value: Any) -> Any:
+    """Return a container, which was copied if an item was replaced, without the items that are left out."""
+    if isinstance(value, dict):
+        for key in [key for key, item in dict.items(value) if item is _LEFT_OUT]:
+            del value[key]
+    elif isinstance(value, list | tuple) and any(item is _LEFT_OUT for item in value):
+        kept = [item for item in value if item is not _LEFT_OUT]
+        return kept if isinstance(value, list) else tuple(kept)
+    return value

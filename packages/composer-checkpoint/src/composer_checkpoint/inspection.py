@@ -56,7 +56,7 @@ def inspect_file(path: str | os.PathLike[str]) -> FileDescription:
         UnsafeCheckpointError: If its pickle has instructions that no checkpoint needs.
     """
     if os.path.isdir(path):
-        return describe_folder(path)
+        return _describe_folder(path)
     place = os.fspath(path)
     if final_name(place).endswith(".safetensors"):
         with plain_file(place), open_safetensors_source(place) as source:  # names the file in errors
@@ -87,8 +87,7 @@ def _keys(tree: Any) -> tuple[str, ...]:
     return (*map(text_of, tree), *inner)
 
 
-def describe_folder(folder: str | os.PathLike[str]) -> FileDescription:
-    """Describe a folder that DCP wrote, from its `.metadata`."""
+def _describe_folder(folder: str | os.PathLike[str]) -> FileDescription:
     metadata = read_folder_metadata(folder)
     tensors: dict[str, TensorDescription] = {}
     for name, entry in metadata.state_dict_metadata.items():

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
+from functools import partial
 from logging import getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +19,6 @@ from composer_checkpoint._ranks import Ranks, fetch_together, not_here, of_first
 from composer_checkpoint.commit import read_pointer
 from composer_checkpoint.errors import IncompatibleCheckpointError, NoCheckpointError, shown
 from composer_checkpoint.files import load_file, read_manifest, safe_torch_load
-from composer_checkpoint.formats.archives import INDEX_SUFFIX
-from composer_checkpoint.formats.safetensors import read_index
 from composer_checkpoint.ignore_keys import IgnoreKeys, check_ignore_keys, without_keys
 from composer_checkpoint.lock import complete_interrupted_sets
 from composer_checkpoint.manifest import LAYOUT_KEY
@@ -131,7 +130,7 @@ def load_checkpoint(
         Ranks().together(lambda: refuse_another_model(state, saved, local_path, strict=strict, leaves_out=leaves_out))
         if not load_weights_only:
             _prepare(state, saved, local_path, restart_epoch)
-        _put_into(state, saved, logger, load_weights_only, strict, exclude_algorithms, algorithm_passes)
+        _put_into(state, saved, load_weights_only, logger, strict, exclude_algorithms, algorithm_passes)
         if _is_mapped(state) and not load_weights_only:
             _leave_mapped_memory(state)
         if kept is not None:
@@ -241,25 +240,19 @@ def load_sharded_checkpoint(
 
 
 def _put_into(
-    state: State,
-    saved: dict[str, Any],
-    logger: Logger | None,
-    load_weights_only: bool,
-    strict: bool,
-    exclude_algorithms: Sequence[str] | None,
-    algorithm_passes: Sequence[Any] | None,
+    state: State, saved: dict[str, Any], load_weights_only: bool, logger: Logger | None, strict: bool, *algorithms: Any
 ) -> None:
     strategy = owner_of(state)
     # The strategy loads its parts itself; the state loads the rest.
     if strategy is not None:
-        parts = {name: saved[name] for name in PARTS if name in saved and not (load_weights_only and name != "model")}
+        parts = {name: saved[name] for name in (PARTS[:1] if load_weights_only else PARTS) if name in saved}
         load_parts(state, strategy, parts, strict=strict)
         saved = {name: value for name, value in saved.items() if name not in PARTS}
     with as_sharded(state):
         if not load_weights_only:
-            state.load_state_dict(saved, logger, strict, exclude_algorithms, algorithm_passes)
+            state.load_state_dict(saved, logger, strict, *algorithms)
         elif "model" in saved:
-            state.load_model_state(saved, logger, strict, exclude_algorithms, algorithm_passes)
+            state.load_model_state(saved, logger, strict, *algorithms)
 
 
 @contextmanager
@@ -267,7 +260,9 @@ def _fetched(path: str, state: State, object_store: Any, progress_bar: bool) -> 
     """Yield the path at which this rank can open a checkpoint, which is downloaded first if it is remote."""
     is_local_layout = layout_of(state) is Layout.LOCAL
     own = path_on_this_rank(path, state)
-    folder = _remote_folder(own, state) if object_store is None else None
+    folder: str | None = None
+    if object_store is None and layout_of(state) is Layout.SHARDED and _ADDRESS.match(own):
+        folder = Ranks().from_first(lambda: _follow_to_folder(own))
     if object_store is None and (not _ADDRESS.match(own) or folder is not None):
         if is_local_layout:
             # A save that was killed between two renames is completed first: its files would be mixed with older ones.
@@ -275,7 +270,8 @@ def _fetched(path: str, state: State, object_store: Any, progress_bar: bool) -> 
             Ranks().together(lambda: complete_interrupted_sets(saved_to) if dist.get_global_rank() == 0 else None)
         yield folder or _existing(own, path, state)
         return
-    from composer_checkpoint.remote.fetch import get_file  # here, so that local checkpoints do not load the stores
+    # Here, so that local checkpoints do not load the stores.
+    from composer_checkpoint.remote.fetch import get_file_and_shards
 
     with tempfile.TemporaryDirectory(prefix="composer-load-") as folder:
         # The ranks of a node share the files that its first rank downloads.
@@ -283,13 +279,7 @@ def _fetched(path: str, state: State, object_store: Any, progress_bar: bool) -> 
         # A pointer is followed to its target, and the format of the target follows from the name.
         destination = os.path.join(shared, os.path.basename(own).removesuffix(".symlink"))
         fetches = is_local_layout or dist.get_local_rank() == 0
-
-        def fetch() -> None:
-            get_file(own, destination, object_store, overwrite=True, progress_bar=progress_bar)
-            for shard in read_index(destination).shards if destination.endswith(INDEX_SUFFIX) else ():
-                address = os.path.join(os.path.dirname(own), shard)
-                get_file(address, os.path.join(shared, shard), object_store, overwrite=True, progress_bar=progress_bar)
-
+        fetch = partial(get_file_and_shards, own, destination, object_store, progress_bar)
         try:
             fetch_together(fetch if fetches else lambda: None)
         except Exception:  # raised on all ranks
@@ -321,17 +311,8 @@ def path_on_this_rank(path: str, state: State) -> str:
     return format_name_with_dist(partial_format(path, rank=0, local_rank=0, node_rank=0), state.run_name)
 
 
-def _remote_folder(path: str, state: State) -> str | None:
-    """Return the address of the folder that an address or a pointer names, or `None` if it names a file.
-
-    Each rank then fetches its own part. Every rank must call this.
-    """
-    if layout_of(state) is not Layout.SHARDED or not _ADDRESS.match(path):
-        return None
-    return Ranks().from_first(lambda: _follow_to_folder(path))
-
-
 def _follow_to_folder(path: str) -> str | None:
+    """Return the address of the folder that an address or a pointer names, or `None` if it names a file."""
     # Here, so that local checkpoints do not load the stores.
     from composer_checkpoint.remote.fetch import extract_path_from_symlink
     from composer_checkpoint.remote.publish import SYMLINK_SUFFIX

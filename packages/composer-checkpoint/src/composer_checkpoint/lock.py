@@ -151,7 +151,7 @@ def _lock_file(path: Path) -> tuple[int, Path]:
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            owner = _read(descriptor)
+            owner = _parse(os.pread(descriptor, 4096, 0))
             os.close(descriptor)
             if error.errno in _BUSY:
                 raise _in_use(path, owner) from error
@@ -169,7 +169,7 @@ def _lock_file(path: Path) -> tuple[int, Path]:
 def _sign(descriptor: int, path: Path) -> None:
     """Write this process's ID into the file, and log the ID in it, which a killed owner has left."""
     try:
-        _say_who_had_it(path, _read(descriptor))
+        _say_who_had_it(path, _parse(os.pread(descriptor, 4096, 0)))
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, _record(), 0)
     except BaseException:  # such as a full disk
@@ -213,9 +213,9 @@ def _record() -> bytes:
     return json.dumps(record).encode()
 
 
-def _read(descriptor: int) -> dict[str, Any]:
+def _parse(text: bytes) -> dict[str, Any]:
     try:
-        record = json.loads(os.pread(descriptor, 4096, 0))
+        record = json.loads(text)
     except ValueError:
         return {}
     named = isinstance(record, dict) and re.fullmatch(WRITER_PATTERN, str(record.get("writer")))
@@ -224,13 +224,9 @@ def _read(descriptor: int) -> dict[str, Any]:
 
 def _read_path(path: Path) -> dict[str, Any]:
     try:
-        descriptor = os.open(path, os.O_RDONLY)
+        return _parse(path.read_bytes())
     except FileNotFoundError:
         return {}
-    try:
-        return _read(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _say_who_had_it(path: Path, owner: dict[str, Any]) -> None:
@@ -318,7 +314,7 @@ def complete_earlier_sets(folder: Path, finals: Set[Path]) -> None:
     """Rename files that earlier saves left under temporary names, including saves of this process."""
     for path in sorted(folder.iterdir()):
         found = UNFINISHED.fullmatch(path.name)
-        if found is None or found["kind"] != "set" or not finals & durability.finals_of(path):
+        if found is None or found["kind"] != "set" or finals.isdisjoint(durability.files_of_set(path)):
             continue
         # Also those of unknown writers on other machines: left alone, their record could later replace newer files.
         if found["writer"] == this_writer() or not is_alive(found["writer"]):
@@ -345,9 +341,8 @@ def _left_sets(folder: str | os.PathLike[str], locked: bool) -> list[Path]:
 def _left_in(folder: str | os.PathLike[str], locked: bool) -> list[tuple[Path, re.Match[str]]]:
     left = list(_unfinished_in(folder))
     # A record of a writer that may be alive still needs its temporary files.
-    needed = {
-        temporary for path, found in left if found["kind"] == "set" for temporary in durability.temporaries_of(path)
-    }
+    records = [path for path, found in left if found["kind"] == "set"]
+    needed = {temporary for record in records for temporary in durability.files_of_set(record).values()}
     return [
         (path, found)
         for path, found in left

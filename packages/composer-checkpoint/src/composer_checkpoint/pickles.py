@@ -41,10 +41,6 @@ _MOST_ELEMENTS = 1 << 6
 _MOST_NUMBER = 1 << 64
 
 
-def _is_plain_key(key: Any) -> bool:
-    return type(key) in _PLAIN_KEYS or (type(key) is int and -_MOST_NUMBER <= key <= _MOST_NUMBER)
-
-
 def _is_small(key: Any) -> bool:
     """Return whether a key unfolds to few elements. The walk stops at the limit, since there may be any number."""
     left, pending = _MOST_ELEMENTS, [key]
@@ -79,7 +75,8 @@ class Budget:
     def charge_keys(self, keys: Iterable[Any]) -> None:
         """Raise, before keys are hashed, if hashing and comparing them could take unbounded time."""
         for key in keys:
-            if _is_plain_key(key) or not isinstance(key, _PREDICTABLE):
+            is_plain = type(key) in _PLAIN_KEYS or (type(key) is int and -_MOST_NUMBER <= key <= _MOST_NUMBER)
+            if is_plain or not isinstance(key, _PREDICTABLE):
                 continue
             self._keys_left -= 1
             if self._keys_left < 0 or not _is_small(key):

@@ -278,7 +278,7 @@ def find_conflicts(names: Iterable[str], filename: str, timestamp: Timestamp) ->
             f"save_filename={filename!r} counts inside epochs with {{{inside[0]}}} but does not have {{epoch}}, so "
             f"that the order of the checkpoints is unknown. Add {{epoch}}, or pass save_overwrite=True."
         )
-    pattern = re.compile(_as_pattern(filename.lstrip("/")), re.DOTALL)
+    pattern = _as_pattern(filename)
     now = {unit: int(getattr(timestamp, unit)) for unit in (*_COUNTERS, *_UNITS_IN_EPOCH)}
     conflicts: list[str] = []
     for name in names:
@@ -297,7 +297,7 @@ def numbers_in_name(name: str, filename: str) -> dict[str, int]:
         >>> numbers_in_name("ep3-ba0030.pt", "ep{epoch}-ba{batch:04d}.pt")
         {'epoch': 3, 'batch': 30}
     """
-    found = re.fullmatch(_as_pattern(filename.lstrip("/")), name, re.DOTALL)
+    found = _as_pattern(filename).fullmatch(name)
     return {} if found is None else {unit: int(text) for unit, text in found.groupdict().items()}
 
 
@@ -308,7 +308,7 @@ def is_name_of(name: str, filename: str) -> bool:
         >>> is_name_of("ep3-ba30.pt", "ep{epoch}-ba{batch}.pt"), is_name_of("notes.txt", "ep{epoch}-ba{batch}.pt")
         (True, False)
     """
-    return re.fullmatch(_as_pattern(filename.lstrip("/")), name, re.DOTALL) is not None
+    return _as_pattern(filename).fullmatch(name) is not None
 
 
 def ensure_folder_has_no_conflicting_files(
@@ -368,24 +368,18 @@ def ensure_folder_is_empty(folder_name: str | os.PathLike[str]) -> None:
                 )
 
 
-def _as_pattern(template: str) -> str:
-    parts: list[str] = []
-    seen: set[str] = set()
-    for literal, name, _, _ in Formatter().parse(template):
-        parts.append(re.escape(literal))
-        if name is None:
-            continue
-        text = "[0-9]+" if name in _NUMBERS else "[^/]+"
-        if name in seen:
-            # A placeholder that occurs twice must have the same value.
-            parts.append(f"(?P={name})")
-        elif name in _NUMBERS:
-            # A format width pads with zeros or spaces, on either side.
-            parts.append(f" *(?P<{name}>{text}) *")
-            seen.add(name)
-        else:
-            parts.append(text)
-    return "".join(parts)
+def _as_pattern(template: str) -> re.Pattern[str]:
+    pattern = ""
+    for literal, name, _, _ in Formatter().parse(template.lstrip("/")):
+        pattern += re.escape(literal)
+        if name in _NUMBERS:
+            group = f"(?P<{name}>[0-9]+)"
+            # A format width pads with zeros or spaces, on either side. A placeholder that occurs twice must have the
+            # same value.
+            pattern += f"(?P={name})" if group in pattern else f" *{group} *"
+        elif name is not None:
+            pattern += "[^/]+"
+    return re.compile(pattern, re.DOTALL)
 
 
 def _is_later(path: Path, timestamp: Timestamp) -> bool:

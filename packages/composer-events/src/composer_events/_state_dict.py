@@ -359,7 +359,11 @@ def _with_todays_names(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _load_by_class(attribute: str) -> Callable[[State, Any], None]:
-    def load(state: State, saved: Mapping[str, Any]) -> None:
+    def load(state: State, saved: Any) -> None:
+        if isinstance(saved, Sequence):  # pairs of a name and a state, in their order
+            pairs = cast("Sequence[tuple[str, Any]]", saved)
+            # Numbered as in `named_by_class`, by which the states are looked up.
+            saved = dict(zip(numbered([name for name, _ in pairs]), (value for _, value in pairs), strict=True))
         for name, item in named_by_class(ensure_tuple(getattr(state, attribute))):
             if name in saved:
                 item.load_state_dict(saved[name])
@@ -375,14 +379,6 @@ def _load_timestamp(state: State, saved: Mapping[str, Any]) -> None:
     state.stopped_duration = saved.get(STOPPED_KEY)
 
 
-def _load_algorithms(state: State, saved: Any) -> None:
-    if not isinstance(saved, Mapping):
-        pairs = cast("Sequence[tuple[str, Any]]", saved)
-        # Numbered as in `named_by_class`, by which the states are looked up.
-        saved = dict(zip(numbered([name for name, _ in pairs]), (value for _, value in pairs), strict=True))
-    _load_by_class("algorithms")(state, saved)
-
-
 def _load_dataset_state(state: State, saved: dict[str, Any] | None) -> None:
     state.dataset_state = saved
     resume_dataset(state)
@@ -391,7 +387,7 @@ def _load_dataset_state(state: State, saved: dict[str, Any] | None) -> None:
 _LOADERS: Mapping[str, Callable[[Any, Any], object]] = {
     "optimizers": lambda state, saved: state.load_optim_state({"optimizers": saved}),
     "schedulers": _load_by_class("schedulers"),
-    "algorithms": _load_algorithms,
+    "algorithms": _load_by_class("algorithms"),
     "callbacks": _load_by_class("callbacks"),
     "scaler": _load_by_class("scaler"),
     "timestamp": _load_timestamp,

@@ -18,8 +18,8 @@ from composer_events._state_dict import (
     load_all,
     load_model,
     load_optimizers,
-    named_by_class,
 )
+from composer_events._state_dict import named_by_class as named_by_class
 from composer_events._state_dict import numbered as numbered
 from composer_events.algorithm import Algorithm
 from composer_events.arguments import loaded, to_device, to_precision

@@ -32,7 +32,7 @@ def get_optimizer_state(model: Any, optimizer: Any, state_dict_type: str | None)
     saved: dict[str, Any] = optimizer.state_dict()
     if "param_groups" not in saved:
         return saved
-    return _with_names(saved, names_of_groups(model, optimizer))
+    return with_names(saved, names_of_groups(model, optimizer))
 
 
 def set_optimizer_state(
@@ -62,7 +62,7 @@ def set_optimizer_state(
     if is_sharded(model) and has_state:
         from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
-        named: Any = _with_names(saved, names_of_groups(model, optimizer)) if _is_numbered(saved) else dict(saved)
+        named: Any = with_names(saved, names_of_groups(model, optimizer)) if _is_numbered(saved) else dict(saved)
         without = _without_state(model, optimizer, named)
         if broadcast:
             without = gather(without)[0]
@@ -122,7 +122,8 @@ def _is_numbered(saved: Mapping[str, Any]) -> bool:
     return any(isinstance(parameter, int) for group in groups for parameter in group["params"])
 
 
-def _with_names(saved: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
+def with_names(saved: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Return an optimizer's state dict with names instead of numbers for the parameters."""
     groups: Sequence[Mapping[str, Any]] = saved["param_groups"]
     if [len(group["params"]) for group in groups] != [len(group) for group in names]:
         raise ValueError(

@@ -58,11 +58,6 @@ class CompressorNotFound(CheckpointError, FileNotFoundError):
     """Raised if the compression that a file name asks for is unknown, or its program is not installed."""
 
 
-def compressor_of(name: str | os.PathLike[str]) -> str | None:
-    """Return the command for a name such as `a.pt.gz`; `None` for names without such an extension."""
-    return KNOWN_COMPRESSORS.get(Path(name).suffix.removeprefix(".")) if is_compressed_pt(name) else None
-
-
 def check_compressor(name: str | os.PathLike[str]) -> None:
     """Raise if this machine cannot write a file of this name, so that a run fails before it trains.
 
@@ -72,13 +67,8 @@ def check_compressor(name: str | os.PathLike[str]) -> None:
     """
     if is_tar(name):
         _tar_compression(name)
-    elif (command := compressor_of(name)) is not None:
-        CliCompressor("", command).check_exists()
     elif is_compressed_pt(name):
-        raise CompressorNotFound(
-            f'Could not find compressor for "{Path(name).name}". After .pt may come '
-            f"{', '.join(KNOWN_COMPRESSORS)}, or nothing."
-        )
+        get_compressor(name).check_exists()
 
 
 def _tar_compression(name: str | os.PathLike[str]) -> Literal["", "gz", "bz2", "xz"]:
@@ -97,9 +87,9 @@ def pack_tar(states: Path, path: str, name: str) -> None:
     sync_path(Path(path))
 
 
-def compress(states: Path, path: str, command: str) -> None:
-    """Write a file compressed by a program."""
-    program = CliCompressor("", command)
+def compress(states: Path, path: str, name: str) -> None:
+    """Write a file, compressed as its name says."""
+    program = get_compressor(name)
     program.check_exists()
     with open(states, "rb") as source, open(path, "wb") as target, program._run("-c", stdin=source, stdout=target):
         pass  # it reads and writes the files itself
@@ -118,7 +108,7 @@ def unpack(path: str, name: str, target: Path, max_bytes: int | None = None) -> 
     if is_tar(name):
         _extract(path, name, target, budget)
         return
-    program = CliCompressor("", compressor_of(name))
+    program = get_compressor(name)
     program.check_exists()  # outside of the `try`, since its error is an OSError
     try:
         with program.decompress(path) as source, open(target, "wb") as out:
@@ -256,7 +246,7 @@ def final_name(path: str) -> str:
 
 def is_packed(name: str) -> bool:
     """Return whether the name is that of an archive with another file inside."""
-    return is_tar(name) or compressor_of(name) is not None
+    return is_tar(name) or (is_compressed_pt(name) and Path(name).suffix[1:] in KNOWN_COMPRESSORS)
 
 
 def format_of(reader: FileReader) -> Format:

@@ -62,9 +62,7 @@ def open_zero_source(folder: str | os.PathLike[str], *, weights: Weights = "fp32
         ranks = _Ranks(found, _open_all(found, _MODEL, opened), _open_all(found, _OPTIMIZER, opened))
         tree = {"module": _weights(ranks, weights), **ranks.rest()}
         files = {path.name: path.stat().st_size for path in sorted(found.iterdir()) if path.is_file()}
-        source = TensorSource("deepspeed", tree, sum(files.values()), files=files)
-        source.on_close(opened.pop_all())
-    return source
+        return TensorSource("deepspeed", tree, sum(files.values()), files=files).on_close(opened.pop_all())
 
 
 @dataclass(frozen=True, slots=True)

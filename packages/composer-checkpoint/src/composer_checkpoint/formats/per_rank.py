@@ -7,6 +7,7 @@ import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +90,7 @@ def save_local(
     own = own_path(path, ranks)
     content, info = local_content(state_dict, info, ranks)
     manifests: list[Manifest] = []
-    write_together(
-        own, lambda unfinished: manifests.append(save_file(content, unfinished, info=info)), ranks, overwrite
-    )
+    write_together(own, lambda place: manifests.append(save_file(content, place, info=info)), ranks, overwrite)
     return manifests[0]
 
 
@@ -174,7 +173,7 @@ def load_local(
     ranks.exchange(
         lambda: loaded.get(LAYOUT_KEY, {}).get(SAVE_ID_KEY), lambda ids: [refuse_mixed_saves(ids, path)] * len(ids)
     )
-    values = _own_names(loaded)
+    values = _leaves(loaded)
 
     def take(name: str, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -223,13 +222,13 @@ def _read(state_dict: Mapping[str, Any], path: str | os.PathLike[str], ranks: Ra
                 f"shards together, or convert the files with merge_local()."
             )
         content = _parts_of(merge_local(path, verify=verify), state_dict)
-    _compare(state_dict, _own_names(content), own)
+    _compare(state_dict, _leaves(content), own)
     return content
 
 
 def _parts_of(merged: dict[str, Any], state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Return this rank's parts of whole tensors."""
-    wanted = _own_names(state_dict)
+    wanted = _leaves(state_dict)
 
     def cut(name: str, leaf: Any) -> Any:
         target = wanted.get(name)
@@ -242,7 +241,7 @@ def _parts_of(merged: dict[str, Any], state_dict: Mapping[str, Any]) -> dict[str
 
 
 def _compare(state_dict: Mapping[str, Any], values: Mapping[str, Any], path: Path) -> None:
-    wanted = _own_names(state_dict)
+    wanted = _leaves(state_dict)
     missing = [name for name in wanted if name not in values]
     differing = [
         f"{name} (shape {tuple(_own_part(leaf).shape)} here and {_shape(values[name])} there)"
@@ -258,14 +257,7 @@ def _compare(state_dict: Mapping[str, Any], values: Mapping[str, Any], path: Pat
 
 
 def _layout(state_dict: Mapping[str, Any], ranks: Ranks) -> dict[str, Any]:
-    spread: dict[str, DTensor] = {}
-
-    def note(name: str, leaf: Any) -> Any:
-        if isinstance(leaf, DTensor):
-            spread[name] = leaf
-        return leaf
-
-    _map_leaves(state_dict, note)  # visits a shared container under each of its names, as loading does
+    spread = {name: leaf for name, leaf in _leaves(state_dict, Names()).items() if isinstance(leaf, DTensor)}
     mesh = next(iter(spread.values())).device_mesh if spread else None
     return {
         "world_size": ranks.world_size,
@@ -304,15 +296,18 @@ def _map_leaves(root: Any, change: Callable[[str, Any], Any], names: Names | Non
     return map_tree(root, changed, names=names)
 
 
-def _own_names(root: Any) -> dict[str, Any]:
-    """Return the leaves by names that are unique, unlike those of the layout."""
+def _leaves(root: Any, names: Names | None = None) -> dict[str, Any]:
+    """Return the leaves by name, those of a shared container under each of its names.
+
+    The default names are unique, unlike those of the layout.
+    """
     leaves: dict[str, Any] = {}
 
     def note(name: str, leaf: Any) -> Any:
         leaves[name] = leaf
         return leaf
 
-    _map_leaves(root, note, noted_names())
+    _map_leaves(root, note, names or noted_names())
     return leaves
 
 
@@ -458,13 +453,8 @@ def stream_local(
     with ExitStack() as undo:
         for rank, (temporary, final) in enumerate(zip(temporaries, finals, strict=True)):
             undo.callback(discard, temporary)
-            part = {**_part(tree, rank, world_size, save_id)}
-            write_beside(
-                temporary,
-                final,
-                lambda place, part=part: stream_pt(part, place, info=notes, progress=progress),
-                overwrite=overwrite,
-            )
+            write = partial(stream_pt, _part(tree, rank, world_size, save_id), info=notes, progress=progress)
+            write_beside(temporary, final, write, overwrite=overwrite)
         # Renamed only now, so that a failed write leaves the earlier set as it was. From the record on, what completes
         # a set after a kill needs the temporary files.
         record = record_set(list(zip(finals, temporaries, strict=True)))[0]
@@ -490,28 +480,21 @@ def _part(tree: Mapping[str, Any], rank: int, world_size: int, save_id: str) -> 
         # Scalars and RNG states are replicated, as under FSDP2.
         if not isinstance(value, StoredTensor) or not value.shape or name.startswith("rng"):
             return value
-        part, start = _rows(value, rank, world_size)
+        # Rounded up, as `Shard(0)` splits a dimension: the last ranks may have fewer rows or none.
+        rows = -(-value.shape[0] // world_size)
+        start = min(rank * rows, value.shape[0])
         tensors[name] = {
             "placements": ["S(0)"],
             "global_shape": list(value.shape),
             "offsets": [start, *(0 for _ in value.shape[1:])],
         }
-        return part
+        return value.rows(start, min(rows, value.shape[0] - start))
 
     part: dict[str, Any] = map_tree(dict(tree), change)
     if isinstance(part.get("rng"), list):
         part["rng"] = part["rng"][rank : rank + 1]
     layout = {"world_size": world_size, "rank": rank, "mesh_shape": [world_size], "mesh_names": []}
     return {**part, LAYOUT_KEY: {**layout, "tensors": tensors, SAVE_ID_KEY: save_id}}
-
-
-def _rows(tensor: StoredTensor, rank: int, world_size: int) -> tuple[StoredTensor, int]:
-    """Return a rank's rows of a tensor, and the index of the first."""
-    # Rounded up, as `Shard(0)` splits a dimension: the last ranks may have fewer rows or none.
-    rows = -(-tensor.shape[0] // world_size)
-    start = min(rank * rows, tensor.shape[0])
-    count = min(rows, tensor.shape[0] - start)
-    return tensor.rows(start, count), start
 
 
 def open_local_source(path: str | os.PathLike[str]) -> TensorSource:
@@ -538,8 +521,7 @@ def open_local_source(path: str | os.PathLike[str]) -> TensorSource:
                 )
         files = {Path(file).name: source.size_bytes for file, source in zip(paths, sources, strict=True)}
         merged = TensorSource("local", _merged(sources, layouts), sum(files.values()), first.manifest, files=files)
-        merged.on_close(opened.pop_all())
-    return merged
+        return merged.on_close(opened.pop_all())
 
 
 def layout_of(tree: Any) -> Mapping[str, Any] | None:

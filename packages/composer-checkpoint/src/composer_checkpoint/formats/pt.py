@@ -91,7 +91,10 @@ def save_pt(obj: Any, path: str, info: Mapping[str, Any], hash_name: str, *, all
         refuse_what_is_elsewhere(dict(named_leaves(obj, torch.Tensor)))
         if not allow_untrusted:
             refuse_unsafe_objects(plain, path)
-    manifest, rehearsal = write_pt(plain, path, {**info, **notes_of(kinds)}, hash_name)
+    with file_io.HashingFile(path, hash_name) as file:
+        torch.save(plain, cast("IO[bytes]", file))
+        file.raise_failure()  # torch may return normally after a failed write
+        manifest, rehearsal = _append_manifest(file, path, {**info, **notes_of(kinds)}, hash_name)
     if rehearsal.unknown_globals:
         held = f"objects of {first_few(sorted(rehearsal.unknown_globals))}"
         if not allow_untrusted:
@@ -295,15 +298,7 @@ def _fault_of(leaf: Any) -> str | None:
     return ", ".join(sorted(unknown)) or None
 
 
-def write_pt(obj: Any, path: str, info: Mapping[str, Any], hash_name: str) -> tuple[Manifest, PickleInspection]:
-    """Write the archive of `torch.save` with manifest and seal, and flush it to the disk."""
-    with file_io.HashingFile(path, hash_name) as file:
-        torch.save(obj, cast("IO[bytes]", file))
-        file.raise_failure()  # torch may return normally after a failed write
-        return append_manifest(file, path, info, hash_name)
-
-
-def append_manifest(
+def _append_manifest(
     file: file_io.HashingFile, path: str, info: Mapping[str, Any], hash_name: str
 ) -> tuple[Manifest, PickleInspection]:
     """Append manifest and seal to a finished archive, and flush it to the disk."""
@@ -379,10 +374,8 @@ def open_pt_source(path: str, *, record_unknown: bool = False, drop_attributes: 
                 inspection = inspect_pickle(data, record_unknown=True) if record_unknown else PickleInspection()
                 tree = None if inspection.unknown_globals else safe_unpickle(data)
                 tree = map_tree(tree, lambda _, leaf: as_stored(leaf) if isinstance(leaf, torch.Tensor) else leaf)
-        source = TensorSource(kind, tree, os.path.getsize(path), manifest)
-        source.unsafe_globals = tuple(sorted(inspection.unknown_globals))
-        source.on_close(opened.pop_all())
-        return source
+        unknown = tuple(sorted(inspection.unknown_globals))
+        return TensorSource(kind, tree, os.path.getsize(path), manifest, unknown).on_close(opened.pop_all())
 
 
 def read_tree(file: Bytes, contents: PtContents) -> Any:
@@ -472,9 +465,7 @@ def tensors_to_write(tree: Any, path: str | os.PathLike[str], called: str = "a .
 
 # Classes that name a storage's dtype in a pickle. Newer dtypes have none, and are named next to untyped bytes.
 _STORAGES: Mapping[torch.dtype, type] = {
-    getattr(torch, dtype): getattr(torch, kind)
-    for kind, (dtype, _) in STORAGE_DTYPES.items()
-    if not dtype.startswith("q")
+    dtype: getattr(torch, kind) for kind, dtype in STORAGE_DTYPES.items() if not kind.startswith("Q")
 }
 
 
@@ -516,7 +507,12 @@ def stream_pt(
     tensors_to_write(tree, path)
     plain, kinds = encode(tree)
     notes = {"torch_version": str(torch.__version__), **(info or {}), **notes_of(kinds)}
-    pickled, storages = _pickle(plain)
+    pickler = _Pickler(buffer := io.BytesIO())
+    try:
+        pickler.dump(plain)
+    except (TypeError, AttributeError, pickle.PicklingError) as error:
+        raise unsafe_objects("the file", f"what cannot be saved ({error!s:.200})") from error
+    pickled = buffer.getvalue()
     rehearsal = inspect_pickle(pickled, record_unknown=True)
     if rehearsal.unknown_globals:
         raise unsafe_objects(os.fspath(path), f"objects of {first_few(sorted(rehearsal.unknown_globals))}")
@@ -526,7 +522,7 @@ def stream_pt(
             writer = cast("Any", archive)
             writer.write_record("data.pkl", pickled, len(pickled))
             writer.write_record("byteorder", sys.byteorder, len(sys.byteorder))
-            for key, tensor in storages.items():
+            for key, tensor in pickler.storages.items():
                 data = file_io.tensor_bytes(tensor.read())
                 # frombuffer() refuses empty buffers.
                 elements = torch.frombuffer(data, dtype=torch.uint8) if data.nbytes else torch.empty(0)
@@ -534,7 +530,7 @@ def stream_pt(
                 if progress is not None:
                     progress(tensor.size_bytes)
         file.raise_failure()
-        return append_manifest(file, os.fspath(path), notes, hash_name)[0]
+        return _append_manifest(file, os.fspath(path), notes, hash_name)[0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -583,13 +579,3 @@ class _Pickler(pickle.Pickler):
             self._known[own] = _Storage(key, cast("type", kind or torch.UntypedStorage), numel)
             self.storages[key] = tensor
         return self._known[own]
-
-
-def _pickle(tree: Any) -> tuple[bytes, dict[str, StoredTensor]]:
-    file = io.BytesIO()
-    pickler = _Pickler(file)
-    try:
-        pickler.dump(tree)
-    except (TypeError, AttributeError, pickle.PicklingError) as error:
-        raise unsafe_objects("the file", f"what cannot be saved ({error!s:.200})") from error
-    return file.getvalue(), pickler.storages

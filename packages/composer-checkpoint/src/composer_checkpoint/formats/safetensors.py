@@ -138,6 +138,8 @@ T = TypeVar("T")
 
 _Item = TypeVar("_Item")
 
+Progress = Callable[[int], object]
+
 _MANIFEST_KEY = "composer_manifest"
 _SEAL_KEY = "composer_seal"
 _NO_SEAL = "0" * 64
@@ -164,9 +166,10 @@ def save_safetensors(obj: Any, path: str, info: Mapping[str, Any], hash_name: st
         aliases |= dict.fromkeys(others, first)
         if tensor.layout != torch.strided:
             raise TypeError(f"{first} is {tensor.dtype} of layout {tensor.layout}, which safetensors has no form for.")
-    check_fit({name: as_stored(tensor) for name, tensor in tensors.items()}, aliases)
+    stored = {name: as_stored(tensor) for name, tensor in tensors.items()}
+    check_fit(stored, aliases)
     notes = {**info, **({"aliases": aliases} if aliases else {}), **({"layout": "composer"} if is_state else {})}
-    return write_safetensors(tensors, path, notes, hash_name)
+    return _write(stored, path, notes, hash_name)
 
 
 def tied_weights(weights: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
@@ -184,19 +187,13 @@ def tied_weights(weights: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
     return tied.values()
 
 
-def write_safetensors(
-    tensors: Mapping[str, Any],
+def _write(
+    tensors: Mapping[str, StoredTensor],
     path: str | os.PathLike[str],
     info: Mapping[str, Any],
     hash_name: str,
-    read: Callable[[Any], torch.Tensor] = lambda tensor: tensor,
-    progress: Callable[[int], object] | None = None,
+    progress: Progress | None = None,
 ) -> Manifest:
-    """Write a file, and flush it to the disk.
-
-    `tensors` are objects with a dtype and a shape, of which `read` returns the tensor when it is written. `progress` is
-    called with the number of bytes after each tensor.
-    """
     names = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)  # largest items first, so all are aligned
     tensors = {name: tensors[name] for name in names}
     hashes = dict.fromkeys(names, "0" * file_io.NUM_DIGITS[hash_name])
@@ -205,7 +202,7 @@ def write_safetensors(
         # The header comes first in the file and holds the hashes, so a placeholder of equal length reserves its place.
         disk.write(memoryview(_header_of(tensors, hashes, info, hash_name)[0]))
         for name, tensor in tensors.items():
-            hasher, data = file_io.new_hasher(hash_name), file_io.tensor_bytes(read(tensor))
+            hasher, data = file_io.new_hasher(hash_name), file_io.tensor_bytes(tensor.read())
             disk.write(data, hasher)
             hashes[name] = hasher.hexdigest()
             if progress is not None:
@@ -228,9 +225,8 @@ def load_safetensors(
     header, manifest = read_safetensors(reader)
     finite: Collection[str] = ()
     if verify:
-        finite = _verify_payload(
-            reader, header, manifest, file_io.MappedFile(reader)
-        )  # load_file() maps the file as well
+        # Mapped, as load_file() maps the file as well.
+        finite = _verify_payload(reader, header, manifest, file_io.MappedFile(reader))
     device = map_location if isinstance(map_location, str | int) else str(map_location or "cpu")
     tensors: dict[str, Any] = load_file(reader.own_path, device=device)
     # In the order of the header, which the library does not promise to keep.
@@ -315,18 +311,16 @@ def check_fit(tensors: Mapping[str, StoredTensor], aliases: Iterable[str] = (), 
 
 
 def _header_of(
-    tensors: Mapping[str, Any], hashes: Mapping[str, str], info: Mapping[str, Any], hash_name: str
+    tensors: Mapping[str, StoredTensor], hashes: Mapping[str, str], info: Mapping[str, Any], hash_name: str
 ) -> tuple[bytes, Manifest]:
     """Return the file's bytes before the tensors, whose length does not depend on the hashes, and the manifest."""
     slots: dict[str, Any] = {}
     entries: dict[str, TensorEntry] = {}
     position = 0
     for name, tensor in tensors.items():
-        dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
-        size_bytes = math.prod(shape) * tensor.dtype.itemsize
-        end = position + size_bytes
-        slots[name] = {"dtype": FORMAT_NAMES[dtype], "shape": shape, "data_offsets": (position, end)}
-        entries[name] = TensorEntry(dtype, shape, size_bytes, hashes[name])
+        dtype, end = str(tensor.dtype).removeprefix("torch."), position + tensor.size_bytes
+        slots[name] = {"dtype": FORMAT_NAMES[dtype], "shape": tensor.shape, "data_offsets": (position, end)}
+        entries[name] = TensorEntry(dtype, tensor.shape, tensor.size_bytes, hashes[name])
         position = end
     manifest = Manifest(hash_name=hash_name, tensors=entries, info=info)
     metadata = {"format": "pt", _MANIFEST_KEY: manifest.to_json(), _SEAL_KEY: _NO_SEAL}
@@ -353,9 +347,6 @@ def _verify_payload(
         {name: (name, slot.dtype) for name, slot in header.tensors.items()},
         mapped,
     )
-
-
-Progress = Callable[[int], object]
 
 
 def stream_safetensors(
@@ -399,7 +390,7 @@ def stream_safetensors(
     notes: dict[str, Any] = {"torch_version": str(torch.__version__), **(info or {})}
     if aliases:
         notes["aliases"] = dict(aliases)
-    return write_safetensors(tensors, path, notes, hash_name, StoredTensor.read, progress)
+    return _write(tensors, path, notes, hash_name, progress)
 
 
 def plan_shards(
@@ -462,9 +453,7 @@ def open_safetensors_source(path: str) -> TensorSource:
         tensors |= {alias: tensors[name] for alias, name in aliases_in(manifest, tensors).items()}
         info = {} if manifest is None else manifest.info
         tree: Any = {"state": {"model": OrderedDict(tensors)}} if info.get("layout") == "composer" else tensors
-        source = TensorSource("safetensors", tree, reader.size_bytes, manifest)
-        source.on_close(opened.pop_all())
-    return source
+        return TensorSource("safetensors", tree, reader.size_bytes, manifest).on_close(opened.pop_all())
 
 
 def plan_files(
@@ -630,5 +619,4 @@ def merge_files(index: ShardIndex, open_file: Callable[[str], TensorSource]) -> 
             files[shard] = source.size_bytes
         missing = tuple(sorted(home.keys() - tensors.keys()))
         whole = TensorSource("safetensors", tensors, sum(files.values()), index.manifest, missing=missing, files=files)
-        whole.on_close(opened.pop_all())
-    return whole
+        return whole.on_close(opened.pop_all())

@@ -286,9 +286,10 @@ class TensorSource:
         """Close the files."""
         self._open.close()
 
-    def on_close(self, opened: Any) -> None:
-        """Close another object together with this one."""
+    def on_close(self, opened: Any) -> "TensorSource":
+        """Close another object together with this one, which is returned."""
         self._open.callback(opened.close)
+        return self
 
     def __enter__(self) -> "TensorSource":
         return self

@@ -22,12 +22,10 @@ from composer_checkpoint._spread import is_sharded
 from composer_checkpoint._tree import unflatten
 from composer_checkpoint.errors import IncompatibleCheckpointError, NoCheckpointError, first_few
 from composer_checkpoint.files import load_file
-from composer_checkpoint.formats.archives import INDEX_SUFFIX
-from composer_checkpoint.formats.safetensors import read_index
 from composer_checkpoint.manifest import METADATA_NAME
 from composer_checkpoint.modular.options import CheckpointLoadOptions
 from composer_checkpoint.modular.state_dict import select_keys
-from composer_checkpoint.remote.fetch import get_file
+from composer_checkpoint.remote.fetch import get_file_and_shards
 from composer_checkpoint.sharded import load_sharded, read_folder_metadata
 from composer_checkpoint.stores.base import has_object, is_uri, parse_uri
 from composer_checkpoint.stores.fsspec import FsspecObjectStore
@@ -67,11 +65,7 @@ def read_on_rank_zero(path: str | os.PathLike[str], prepare: Callable[[Any], Any
             local = os.fspath(path)
             if is_uri(local):
                 local = os.path.join(folder, posixpath.basename(parse_uri(local).path))
-                get_file(path, local, progress_bar=False)
-                # An index lists further files, which must be in the same folder to be loaded.
-                if local.endswith(INDEX_SUFFIX):
-                    for shard in read_index(local).shards:
-                        get_file(posixpath.join(posixpath.dirname(os.fspath(path)), shard), os.path.join(folder, shard))
+                get_file_and_shards(os.fspath(path), local, progress_bar=False)
             return prepare(load_file(local, trusted=trusted))
 
         # Not sent to the other ranks, for whose memory it may be too large.

@@ -13,7 +13,6 @@ from composer_checkpoint._spread import is_sharded, parameters_by_name
 from composer_checkpoint.errors import IncompatibleCheckpointError
 from composer_checkpoint.modular import _restore as restore
 from composer_checkpoint.modular.options import CheckpointLoadOptions
-from composer_checkpoint.modular.state_dict import numbered
 from composer_dist.reproducibility import load_rng_state
 from composer_events.state import State
 
@@ -249,6 +248,4 @@ def _as_state(content: Any, path: str) -> dict[str, Any]:
         stopped = {name: saved.pop(name) for name in ("stopped_duration",) if name in saved}
         # `State` loads both from one entry.
         saved["timestamp"] = {"Timestamp": saved["timestamp"], **stopped}
-    if isinstance(saved.get("callbacks"), list):
-        saved["callbacks"] = dict(numbered(saved["callbacks"]))
     return saved

@@ -1,7 +1,7 @@
 """State dicts of a model, an optimizer and a run."""
 
 import platform
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -19,7 +19,7 @@ from composer_dist.reproducibility import get_rng_state
 from composer_dist.wrapping import unwrap_model
 from composer_events.arguments import loaded
 from composer_events.hparams import get_composer_env_dict
-from composer_events.state import State
+from composer_events.state import State, named_by_class
 
 Patterns = str | Sequence[str] | None
 
@@ -156,7 +156,7 @@ def get_resumption_state_dict(state: State) -> dict[str, Any]:
         "dataset_state": {name: saved for name, saved in state._dataset_state_dict().items() if saved},
         "timestamp": state.timestamp.state_dict(),
         "stopped_duration": state.stopped_duration or {},
-        "schedulers": dict(numbered(_states(state.schedulers))),
+        "schedulers": {name: each.state_dict() for name, each in named_by_class(state.schedulers)},
         "callbacks": _states(state.callbacks),
         "algorithms": _states(state.algorithms),
         "scaler": {} if state.scaler is None else dict(_states([state.scaler])),
@@ -166,14 +166,6 @@ def get_resumption_state_dict(state: State) -> dict[str, Any]:
     }
     # Empty entries are left out.
     return {name: value for name, value in resumption.items() if value not in ({}, [])}
-
-
-def numbered(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Yield pairs of class name and state with unique names: further objects of a class become `Name#1` and so on."""
-    seen: dict[str, int] = {}
-    for name, state in pairs:
-        count = seen[name] = seen.get(name, -1) + 1
-        yield (f"{name}#{count}" if count else name), state
 
 
 def _states(objects: Iterable[Any]) -> list[tuple[str, Any]]:

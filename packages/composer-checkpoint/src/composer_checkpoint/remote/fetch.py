@@ -8,7 +8,8 @@ import posixpath
 import tempfile
 import urllib.error
 import urllib.request
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,18 +19,8 @@ from composer_checkpoint.commit import read_pointer_text, refuse_existing, write
 from composer_checkpoint.errors import CorruptCheckpointError, StorageError
 from composer_checkpoint.remote.publish import SYMLINK_SUFFIX
 from composer_checkpoint.remote.upload import RemoteUploader
-from composer_checkpoint.stores.base import (
-    Fault,
-    ObjectStoreTransientError,
-    Progress,
-    classify,
-    parse_uri,
-    retry,
-)
-from composer_checkpoint.stores.opening import (
-    maybe_create_object_store_from_uri,
-    reach,
-)
+from composer_checkpoint.stores.base import Fault, ObjectStoreTransientError, Progress, classify, parse_uri, retry
+from composer_checkpoint.stores.opening import maybe_create_object_store_from_uri, reach
 from composer_dist.env import get_global_rank, get_local_rank, get_node_rank
 from composer_events.callback import Callback
 
@@ -103,6 +94,18 @@ def get_file(
     finally:
         if owned is not None:
             owned.close()
+
+
+def get_file_and_shards(path: str, destination: str, object_store: Any = None, progress_bar: bool = True) -> None:
+    """Fetch a file and, if it is an index of several files, these too, since they must be next to it to be loaded."""
+    # Here, since they import torch, which is slow.
+    from composer_checkpoint.formats.archives import INDEX_SUFFIX
+    from composer_checkpoint.formats.safetensors import read_index
+
+    get_file(path, destination, object_store, overwrite=True, progress_bar=progress_bar)
+    for shard in read_index(destination).shards if destination.endswith(INDEX_SUFFIX) else ():
+        source, target = (os.path.join(os.path.dirname(place), shard) for place in (path, destination))
+        get_file(source, target, object_store, overwrite=True, progress_bar=progress_bar)
 
 
 def download_object_or_file(object_name: str, file_destination: str | os.PathLike[str], object_store: Any) -> None:
@@ -187,7 +190,7 @@ def _fetch(store: Any, name: str, destination: str, overwrite: bool, progress_ba
         store.download_file(name, destination, overwrite, progress_bar)
         return
     download = retry(ObjectStoreTransientError, num_attempts=_ATTEMPTS)(store.download_object)
-    with _Bar(name, progress_bar) as bar:
+    with _bar(name, progress_bar) as bar:
         download(name, destination, overwrite=overwrite, callback=bar)
 
 
@@ -196,7 +199,7 @@ def _fetch_from_web(url: str, destination: str, overwrite: bool, progress_bar: b
     refuse_existing(Path(destination), overwrite)
     done = 0
     try:
-        with urllib.request.urlopen(url, timeout=_SILENCE_S) as answer, _Bar(url, progress_bar) as bar:
+        with urllib.request.urlopen(url, timeout=_SILENCE_S) as answer, _bar(url, progress_bar) as bar:
             total = int(answer.headers.get("Content-Length", -1))  # -1 if the server does not send it
             with write_atomically(destination, overwrite=overwrite, need_bytes=max(total, 0)) as unfinished:
                 with unfinished.open("wb") as file:
@@ -218,29 +221,21 @@ def _fetch_from_web(url: str, destination: str, overwrite: bool, progress_bar: b
         raise StorageError(f"{url} could not be fetched: {error}. Check the address and its access rights.") from error
 
 
-class _Bar:
-    """Progress callback for stores that draws a bar if it is wanted and tqdm is installed."""
+@contextmanager
+def _bar(name: str, wanted: bool) -> Iterator[Progress]:
+    """Yield a progress callback for stores, which draws a bar if it is wanted and tqdm is installed."""
+    if not wanted or importlib.util.find_spec("tqdm") is None:
+        if wanted:
+            log.info("Downloading %s (the package tqdm would show a progress bar)", name)
+        yield lambda done, total: None
+        return
+    with TqdmCallback(tqdm_kwargs={"desc": f"Downloading {name}", "unit": "B", "unit_scale": True}) as bar:
 
-    def __init__(self, name: str, wanted: bool) -> None:
-        self._name, self._wanted = name, wanted
-        self._bar: Any = None
+        def show(done: int, total: int) -> None:
+            bar.set_size(total)
+            bar.absolute_update(done)
 
-    def __enter__(self) -> "Progress | Any":
-        if self._wanted and importlib.util.find_spec("tqdm") is None:
-            log.info("Downloading %s (the package tqdm would show a progress bar)", self._name)
-        elif self._wanted:
-            settings = {"desc": f"Downloading {self._name}", "unit": "B", "unit_scale": True}
-            self._bar = TqdmCallback(tqdm_kwargs=settings)
-        return self
-
-    def __call__(self, done: int, total: int) -> None:
-        if self._bar is not None:
-            self._bar.set_size(total)
-            self._bar.absolute_update(done)
-
-    def __exit__(self, *_: Any) -> None:
-        if self._bar is not None:
-            self._bar.close()
+        yield show
 
 
 class CheckpointUploadCallback(Callback):

@@ -248,20 +248,13 @@ def _reads_back(store: ObjectStore, name: str, expected: bytes, num_attempts: in
     """Return whether an object holds these bytes, retrying while the store shows old ones."""
 
     @retry(ObjectStoreTransientError, num_attempts)
-    def look() -> None:
+    def look(retry_index: int = 0) -> bool:
         try:
             found = read_object(store, name)
         except FileNotFoundError as error:
             raise ObjectStoreTransientError(f"{store.get_uri(name)} cannot be seen yet.") from error
-        if found != expected:
-            raise _DifferentError(f"{store.get_uri(name)} reads back with other content.")
+        if found != expected and retry_index + 1 < num_attempts:  # the store may return outdated bytes
+            raise ObjectStoreTransientError(f"{store.get_uri(name)} reads back with other content.")
+        return found == expected
 
-    try:
-        look()
-    except _DifferentError:
-        return False
-    return True
-
-
-class _DifferentError(ObjectStoreTransientError):
-    """Raised if the store returns other bytes, which may be outdated."""
+    return look()

@@ -134,16 +134,10 @@ class RemoteUploader:
         Returns:
             A future that holds the upload's error, if any.
         """
-        source = self._copy(file_path) if copy else Path(file_path)
-
-        def upload() -> None:
-            try:
-                self._upload(remote_file_name, source, overwrite)
-            finally:
-                if copy:
-                    source.unlink(missing_ok=True)
-
-        return self.run_async(remote_file_name, upload)
+        if not copy:
+            return self.run_async(remote_file_name, lambda: self._upload(remote_file_name, Path(file_path), overwrite))
+        unsent = _Unsent(self._copy(file_path), overwrite)
+        return self.run_async(remote_file_name, lambda: self._send(remote_file_name, unsent))
 
     def upload_newest_async(
         self, remote_file_name: str, file_path: str | os.PathLike[str], overwrite: bool
@@ -181,7 +175,7 @@ class RemoteUploader:
                 unsent.source, unsent.overwrite = source, unsent.overwrite and overwrite
                 return unsent.future
             unsent = self._unsent[remote_file_name] = _Unsent(source, overwrite)
-            unsent.future = self.run_async(remote_file_name, lambda: self._send_newest(remote_file_name, unsent))
+            unsent.future = self.run_async(remote_file_name, lambda: self._send(remote_file_name, unsent))
             return unsent.future
 
     @property
@@ -355,7 +349,7 @@ class RemoteUploader:
         self.futures.append(future)
         return future
 
-    def _send_newest(self, name: str, unsent: "_Unsent") -> None:
+    def _send(self, name: str, unsent: "_Unsent") -> None:
         with self._lock:  # from here on, a newer file gets an upload of its own
             unsent.has_begun = True
         try:
@@ -363,7 +357,7 @@ class RemoteUploader:
         finally:
             unsent.source.unlink(missing_ok=True)
         with self._lock:
-            if self._unsent.get(name) is unsent:  # a newer upload may have replaced it
+            if self._unsent.get(name) is unsent:  # not if a newer upload has replaced it
                 del self._unsent[name]
 
     def _upload(self, name: str, source: Path, overwrite: bool) -> None:
@@ -405,7 +399,7 @@ class RemoteUploader:
 
 @dataclass(slots=True, eq=False)
 class _Unsent:
-    """Newest copy of a file that is queued or being uploaded."""
+    """Copy of a file that is queued or being uploaded."""
 
     source: Path
     overwrite: bool

@@ -179,13 +179,14 @@ class _Checker:
         if not isinstance(raw, dict):
             raise self._error("planner_data", f"is a {type(raw).__name__}", "a dict of paths")
         paths: dict[str, tuple[str | int, ...]] = {}
+        # torch fills lists up to an index, so a huge index would exhaust memory.
+        limit = len(entries) + _MAX_EMPTY
         for fqn in entries:
             path = raw.get(fqn)
-            # torch fills lists up to an index, so a huge index would exhaust memory.
             if (
                 not isinstance(path, tuple)
                 or not 0 < len(path) <= MAX_STEPS
-                or not all(_is_step(step, len(entries) + _MAX_EMPTY) for step in path)
+                or not all(_is_name(step) or (type(step) is int and 0 <= step < limit) for step in path)
             ):
                 raise self._error(repr(fqn), f"has the path {shown(path)}", "a tuple of names and small indices")
             paths[fqn] = path
@@ -288,10 +289,6 @@ def _shown(value: object) -> str:
 
 def _text(value: object) -> str | None:
     return value if type(value) is str else None
-
-
-def _is_step(step: object, limit: int) -> bool:
-    return _is_name(step) or (type(step) is int and 0 <= step < limit)
 
 
 # The limit of cells per chunk of the grid that all edges of chunks span together. Meshes of devices produce about one.

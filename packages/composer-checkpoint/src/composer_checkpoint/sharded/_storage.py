@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from composer_checkpoint._ranks import of_first_rank_of_node
 from composer_checkpoint.commit import write_atomically
 from composer_checkpoint.errors import CheckpointConflictError, NoCheckpointError
 from composer_checkpoint.manifest import MANIFEST_NAME, METADATA_NAME
@@ -132,6 +133,7 @@ class FetchedFolder:
     place: Path
 
 
+# The local folder that the ranks of this node share for a remote folder.
 _shared: ContextVar[Mapping[str, FetchedFolder]] = ContextVar("_shared", default={})  # noqa: B039  # never changed
 
 
@@ -159,11 +161,6 @@ def store_of(folder: str, storage_options: Mapping[str, Any]) -> tuple[ObjectSto
     return store, parse_uri(folder).path
 
 
-def fetched_folder(folder: str) -> FetchedFolder | None:
-    """Return the local folder that the ranks of this node share for a remote folder, if any."""
-    return _shared.get().get(folder.rstrip("/"))
-
-
 @contextmanager
 def fetch_once_per_node(store: ObjectStore, name: str) -> Iterator[str]:
     """Download each file of a folder of a store once per node, for all of its ranks. Every rank must call this.
@@ -172,9 +169,8 @@ def fetch_once_per_node(store: ObjectStore, name: str) -> Iterator[str]:
     """
     address = store.get_uri(name).rstrip("/")
     with tempfile.TemporaryDirectory(prefix="composer-fetch-") as own:
-        places = dist.all_gather_object((dist.get_node_rank(), own))
-        place = next(place for node, place in places if node == dist.get_node_rank())
-        token = _shared.set({**_shared.get(), address: FetchedFolder(store, name, Path(place))})
+        place = Path(of_first_rank_of_node(own))
+        token = _shared.set({**_shared.get(), address: FetchedFolder(store, name, place)})
         try:
             yield address
         finally:
@@ -182,19 +178,11 @@ def fetch_once_per_node(store: ObjectStore, name: str) -> Iterator[str]:
         dist.barrier()  # other ranks may still read the files that this rank deletes
 
 
-@contextmanager
-def only_one_process(path: Path) -> Iterator[None]:
-    """Hold a lock, among the processes of this machine, on the creation of a file."""
-    with path.with_name(f".{path.name}.lock").open("wb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
-        yield
-
-
 def open_source(folder: str | os.PathLike[str], storage_options: Mapping[str, Any]) -> "LocalSource | StoreSource":
     if not is_remote(folder):
         return LocalSource(Path(folder))
     address = os.fspath(folder).rstrip("/")
-    if (shared := fetched_folder(address)) is not None:
+    if (shared := _shared.get().get(address)) is not None:
         return StoreSource(address, shared, is_temporary=True)
     place = Path(tempfile.mkdtemp(prefix="composer-checkpoint-"))
     source = StoreSource(address, FetchedFolder(*store_of(address, storage_options), place), is_temporary=True)
@@ -247,7 +235,9 @@ class StoreSource:
 
     def local_path(self, name: str) -> Path:
         path = self._fetched.place / name
-        with self._lock, only_one_process(path):
+        with self._lock, path.with_name(f".{path.name}.lock").open("wb") as lock:
+            # Held, among the processes of this machine, until the file is closed.
+            fcntl.flock(lock, fcntl.LOCK_EX)
             # In a folder that is kept, a download that was interrupted has left a shorter file.
             if not path.exists() or not (self._is_temporary or path.stat().st_size == self.size_bytes(name)):
                 _again(self._fetched.store.download_object)(f"{self._fetched.name}/{name}", path, overwrite=True)

@@ -206,14 +206,11 @@ class OpenShards:
         return stored
 
     def _slice(self, part: Part) -> FileSlice:
-        path = os.path.join(self._source.folder, part.file)
-        return FileSlice(self._file(part), part.offset, part.length, path)
-
-    def _file(self, part: Part) -> FileReader:
         with self._lock:  # threads share the files
             if part.file not in self._files:
                 self._files[part.file] = FileReader(self._source.local_path(part.file))
-            return self._files[part.file]
+        path = os.path.join(self._source.folder, part.file)
+        return FileSlice(self._files[part.file], part.offset, part.length, path)
 
 
 log = getLogger(__name__)

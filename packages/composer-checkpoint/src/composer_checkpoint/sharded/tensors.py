@@ -175,8 +175,7 @@ def open_sharded_source(folder: str | os.PathLike[str]) -> TensorSource:
     with ExitStack() as opened:
         tree = _tree(metadata, parts, opened.enter_context(OpenShards(reader.source)))
         source = TensorSource("dcp", tree, sum(sizes.values()), reader.manifest, files=sizes)
-        source.on_close(opened.pop_all())
-    return source
+        return source.on_close(opened.pop_all())
 
 
 def _tree(metadata: Metadata, parts: dict[MetadataIndex, Part], shards: OpenShards) -> Any:
