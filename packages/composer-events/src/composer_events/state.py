@@ -382,7 +382,7 @@ class State(DataSource, InputsTargetsMixin, ShardingAnswers, Serializable):
 
     @contextmanager
     def stopping_later(self) -> Generator[None]:
-        """Let calls of `stop_training` take effect at the end of the `with` statement.
+        """Delay calls of `stop_training` to the end of the `with` statement.
 
         A loop of several ranks uses it for events on which the ranks save together: a rank that stops on its own must
         not be the only one to save.
