@@ -1,10 +1,8 @@
 """Batches of the training dataloader over epochs and calls of `fit`."""
 
 import math
-import time
 import warnings
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from numbers import Real
 from typing import Any, cast
 
@@ -245,34 +243,3 @@ def _check_samples(num_samples: Any, duration: Time[Any] | None) -> None:
             f"{returned} max_duration={duration.to_timestring()!r} counts samples, and would never be reached. Count "
             "them, or give a duration in batches ('500ba')."
         )
-
-
-def has_time_left(state: State) -> bool:
-    """Return whether `max_duration` has not been reached."""
-    max_duration = state.max_duration
-    return max_duration is not None and state.timestamp < max_duration
-
-
-class Clock:
-    """Clock of batches, each of which lasts from the end of the previous one to its own end."""
-
-    def __init__(self) -> None:
-        self._started_s = time.perf_counter()
-
-    def start_batch(self) -> None:
-        """Start the first batch now, so that earlier time is not counted."""
-        self._started_s = time.perf_counter()
-
-    def end_batch_s(self) -> float:
-        """Return the seconds of the batch that ends now, and start the next one."""
-        started_s, self._started_s = self._started_s, time.perf_counter()
-        return self._started_s - started_s
-
-    @contextmanager
-    def paused(self) -> Generator[None]:
-        """Exclude the time of the context from the current batch."""
-        paused_s = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._started_s += time.perf_counter() - paused_s
