@@ -132,6 +132,12 @@ OTHER_METHODS = {
     "SeqLengthWarmup": ("text", lambda: algorithms.SeqLengthWarmup(max_seq_length=64)),
     "Alibi": ("text", lambda: algorithms.Alibi(max_sequence_length=64)),
     "MuP": ("text", lambda: algorithms.MuP(base_width=16)),
+    "LogitSoftcap": ("text", algorithms.LogitSoftcap),
+    "QKNorm": ("text", algorithms.QKNorm),
+    "SquaredReLU": ("text", algorithms.SquaredReLU),
+    "ValueResidual": ("text", algorithms.ValueResidual),
+    "ZLoss": ("text", algorithms.ZLoss),
+    "ZeroInit": ("text", algorithms.ZeroInit),
 }
 
 

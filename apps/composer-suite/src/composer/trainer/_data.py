@@ -105,7 +105,8 @@ class TrainBatches:
         if self._position.sizes is None:
             self._position.sizes = BatchSizes(cast("int", size), self._ranks.world_size)
         if state.dataloader_len is not None:  # epochs have an unknown number of batches from here on
-            self._limit, state.dataloader_len = state.dataloader_len, None
+            self._limit = state.dataloader_len
+            restore_dataloader(state, state.dataloader, state.dataloader_label, None)
 
     def resume(self) -> None:
         """Restore the random state of the checkpoint, if it was written between two epochs.
@@ -178,6 +179,11 @@ class TrainBatches:
             if whole is _NO_BATCH:
                 return _NO_BATCH
             self._whole, self._num_in_whole = whole, int(spec.get_num_samples_in_batch(whole))
+            if self._num_in_whole > sizes.of_rank:
+                raise ValueError(
+                    f"get_num_samples_in_batch returned {self._num_in_whole} for a batch of batch_size={sizes.of_rank} "
+                    "samples. A schedule of 'batch_size' needs the number of samples."
+                )
             self._num_whole += 1
             self._offset, self._skip = self._skip, 0
         size = sizes.next_size(self._offset)
@@ -243,3 +249,9 @@ def _check_samples(num_samples: Any, duration: Time[Any] | None) -> None:
             f"{returned} max_duration={duration.to_timestring()!r} counts samples, and would never be reached. Count "
             "them, or give a duration in batches ('500ba')."
         )
+
+
+def restore_dataloader(state: State, dataloader: Any, label: str | None, length: Time[int] | None) -> None:
+    """Set a state's dataloader, label and length, which may be unknown although the dataloader has one."""
+    state.set_dataloader(dataloader, label)
+    state._dataloader_len = length  # pyright: ignore[reportPrivateUsage]  # `dataloader_len` accepts no `None`

@@ -227,8 +227,20 @@ class DivergenceGuard:
     def check_weights(self) -> None:
         """Act on all pending results, then raise if a step itself has made weights non-finite."""
         self._act_on_arrivals(wait=True)
-        if self._finds_bad_weights(self._state.optimizers):
-            self._refuse_weights()
+        if not self._finds_bad_weights(self._state.optimizers):
+            return
+        stamp = self._state.timestamp
+        # The timestamp counts the batch already.
+        divergence = Divergence(max(stamp.num_batches - 1, 0), stamp.num_epochs, math.nan, False, "raise")
+        self._divergences.append(divergence)
+        names = names_of_bad((name, p.detach()) for name, p in self._state.model.named_parameters())
+        raise DivergenceError(
+            f"After {stamp.num_batches} batches {f'the weights {names}' if names else 'what the optimizer keeps'} "
+            "must be finite and are not, though the gradients were: a step itself has made them so, such as by "
+            "dividing by 0. They are not saved. Continue from the latest checkpoint with a lower learning rate, or "
+            "with a larger eps of the optimizer; on_divergence=None disables the check.",
+            divergence,
+        )
 
     def end_fit(self) -> None:
         """Check the weights a last time, and log how many losses were not finite."""
@@ -428,21 +440,6 @@ class DivergenceGuard:
             f"{_sentence(divergence)}{where} Lower the learning rate, clip the gradients, or look at the batch; where "
             "all labels of a microbatch may be ignored, set accumulate_train_batch_on_tokens=True, which gives it no "
             "weight. on_divergence='skip' leaves such batches out, and None disables the check."
-        )
-
-    def _refuse_weights(self) -> None:
-        """Raise because a step itself has made weights non-finite; no good copy exists."""
-        stamp = self._state.timestamp
-        # The timestamp counts the batch already.
-        divergence = Divergence(max(stamp.num_batches - 1, 0), stamp.num_epochs, math.nan, False, "raise")
-        self._divergences.append(divergence)
-        names = names_of_bad((name, p.detach()) for name, p in self._state.model.named_parameters())
-        raise DivergenceError(
-            f"After {stamp.num_batches} batches {f'the weights {names}' if names else 'what the optimizer keeps'} "
-            "must be finite and are not, though the gradients were: a step itself has made them so, such as by "
-            "dividing by 0. They are not saved. Continue from the latest checkpoint with a lower learning rate, or "
-            "with a larger eps of the optimizer; on_divergence=None disables the check.",
-            divergence,
         )
 
 
