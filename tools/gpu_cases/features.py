@@ -67,10 +67,17 @@ def memory_files(device: str) -> str:
 
 
 def offloaded(device: str) -> str:
-    """FSDP with the weights on the CPU trains in both kinds of 16 bits."""
-    for precision in ("amp_bf16", "amp_fp16") if device == "cuda" else ("amp_bf16",):
-        settings = {"parallelism_config": {"fsdp": {"cpu_offload": True}}, "precision": precision}
-        with make_trainer(make_gpt(), make_sentences(6), device, **settings) as trainer:
+    """FSDP with the weights on the CPU trains in both kinds of 16 bits, also with overflows and a fused optimizer."""
+    for precision in ("amp_bf16",) if device == "cpu" else ("amp_bf16", "amp_fp16"):
+        model = make_gpt()
+        settings: dict[str, Any] = {
+            "parallelism_config": {"fsdp": {"cpu_offload": True}},
+            "precision": precision,
+            "optimizers": torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True),
+        }
+        with make_trainer(model, make_sentences(6), device, **settings) as trainer:
+            if precision == "amp_fp16":
+                trainer.state.scaler.load_state_dict({**trainer.state.scaler.state_dict(), "scale": 2.0**40})
             trainer.fit()
             assert all(parameter.isfinite().all() for parameter in trainer.state.model.parameters())
     return "weights finite"
