@@ -111,8 +111,8 @@ class DecoupledAdamW(Decoupled, AdamW):
 
     Reference:
         Loshchilov and Hutter, "Decoupled Weight Decay Regularization", ICLR 2019, arXiv:1711.05101, algorithm 2. Liang
-        et al., "Cautious Optimizers", arXiv:2411.16085, algorithm 1. Wortsman et al., "Stable and low-precision
-        training for large-scale vision-language models", NeurIPS 2023, arXiv:2304.13013, algorithm 2.
+        et al., "Cautious Optimizers", arXiv:2411.16085. Wortsman et al., "Stable and low-precision
+        training for large-scale vision-language models", NeurIPS 2023, arXiv:2304.13013.
     """
 
     metric_functions: ClassVar[dict[str, Callable[[Tensor, dict[str, Any], Tensor], Tensor]]] = {
