@@ -1,22 +1,38 @@
-"""How long a step of the optimizers takes, next to the optimizers of PyTorch that they derive from or resemble.
+"""How long a step of the optimizers and schedules takes, next to those of PyTorch that they derive from or resemble.
 
     .venv/bin/python benchmarks/optimizers.py [--json PATH]
 
 Both of a pair step the same shapes in turn, so that a change in the machine's load meets both; the ratio is that of
 the medians. Muon is compared with PyTorch's in bfloat16, the only dtype of the latter, and with its matrix products
-alone. One thread, CPU.
+alone. A step of a schedule sets two parameter groups, next to PyTorch's LambdaLR with a linear factor. One thread, CPU.
 """
 
 import argparse
 import statistics
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from rows import Row, add_option, write
 from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
-from composer_optim import DecoupledAdamW, DecoupledSGDW, Muon
+from composer_optim import (
+    CosineAnnealingScheduler,
+    CosineAnnealingWithWarmupScheduler,
+    DecoupledAdamW,
+    DecoupledSGDW,
+    InversePowerWithWarmupScheduler,
+    LinearScheduler,
+    MultiStepScheduler,
+    Muon,
+    Schedule,
+    WarmupStableDecayScheduler,
+    compile_composer_schedulers,
+)
+from composer_time import Time, Timestamp
 
 NUM_ROUNDS, NUM_MUON_ROUNDS = 200, 15
 SHAPES = {"300 tensors of 64 x 16": [(64, 16)] * 300, "one tensor of 2048 x 2048": [(2048, 2048)]}
@@ -51,6 +67,7 @@ def main() -> None:
                 what = f"{title}.step, {kernel}, {name}"
                 rows.append(Row(what=what, ours=mine, plain=reference, ratio=mine / reference))
     rows += muon_rows()
+    rows += schedule_rows()
     write(path, rows)
 
 
@@ -70,6 +87,37 @@ def muon_rows() -> list[Row]:
             what = f"Muon.step, {kind}, {name}"
             limit = f"ratio at most {budget}"
             rows.append(Row(what=what, ours=first, plain=second, ratio=ratio, budget=limit, is_met=ratio <= budget))
+    return rows
+
+
+def schedule_rows() -> list[Row]:
+    """Compare a step of each schedule with one of torch's LambdaLR, and print a line for each."""
+    schedules: list[Any] = [
+        LinearScheduler(),
+        CosineAnnealingScheduler(),
+        CosineAnnealingWithWarmupScheduler("10ba"),
+        MultiStepScheduler(["0.5dur", "0.75dur"]),
+        WarmupStableDecayScheduler("10ba"),
+        InversePowerWithWarmupScheduler("10ba"),
+        Schedule("weight_decay", LinearScheduler()),
+        Schedule("momentum", LinearScheduler(0.85, 0.95), absolute=True),
+    ]
+    rows: list[Row] = []
+    for schedule in schedules:
+        groups = [{"params": [torch.zeros(1)]}, {"params": [torch.zeros(1)]}]
+        optimizer = SGD(groups, lr=0.1, momentum=0.9, weight_decay=0.1)
+        linear = LambdaLR(SGD(groups, lr=0.1), lambda step: 1 - step / 10_000)
+        state: Any = SimpleNamespace(
+            timestamp=Timestamp(batch=300), max_duration=Time(1000, "ba"), dataloader_len=None, optimizers=[optimizer]
+        )
+        (compiled,) = compile_composer_schedulers([schedule], state)
+        optimizer.step()  # or the schedulers warn
+        linear.optimizer.step()
+        mine, plain = medians_of(compiled.step, linear.step, num_rounds=NUM_ROUNDS)
+        kind = f" of {schedule.target}" if isinstance(schedule, Schedule) else ""
+        title = f"{type(schedule).__name__}{kind}"
+        print(f"{'2 groups':28}{title:42}{mine:9.3f}{plain:10.3f}{mine / plain:8.3f}")
+        rows.append(Row(what=f"step of {title}, beside LambdaLR", ours=mine, plain=plain, ratio=mine / plain))
     return rows
 
 

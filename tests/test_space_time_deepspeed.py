@@ -9,6 +9,7 @@ from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
 from composer import Trainer
 from composer.models import ComposerModel
+from composer.optim import Schedule
 from composer_dist import dist
 from composer_dist.testing import run_ranks
 
@@ -37,7 +38,14 @@ def make_data() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    return torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9, weight_decay=0.1)
+
+
+def falling(state):
+    return 1 - state.timestamp.num_batches / STEPS
+
+
+SCHEDULES = [falling, *(Schedule(target, falling) for target in ("lr", "momentum", "weight_decay"))]
 
 
 class Batches:
@@ -54,7 +62,7 @@ class Batches:
         return len(self._batches)
 
 
-def train(stage: int, num_microbatches: int, is_known: bool = True) -> list[torch.Tensor]:
+def train(stage: int, num_microbatches: int, is_known: bool = True, schedulers=None) -> list[torch.Tensor]:
     dataset = TensorDataset(*make_data())
     per_rank = BATCH // dist.get_world_size()
     loader = DataLoader(dataset, batch_size=per_rank, sampler=dist.get_sampler(dataset))
@@ -72,6 +80,7 @@ def train(stage: int, num_microbatches: int, is_known: bool = True) -> list[torc
         deepspeed_config={"zero_optimization": {"stage": stage}, **config},
         progress_bar=False,
         seed=1,
+        schedulers=schedulers,
         **size,
     ) as trainer:
         trainer.fit()
@@ -85,7 +94,10 @@ def train_all() -> dict[str, list[torch.Tensor]]:
         for stage, (name, number) in itertools.product(STAGES, MICROBATCHES.items())
     }
     # Seen before: "the dataloader has no attribute batch_size", although deepspeed_config said it.
-    return found | {f"{stage}, unknown": train(stage, 1, is_known=False) for stage in STAGES}
+    found |= {f"{stage}, unknown": train(stage, 1, is_known=False) for stage in STAGES}
+    with pytest.raises(ValueError, match="schedule of 'batch_size', which does not go with deepspeed_config"):
+        train(0, 1, schedulers=Schedule("batch_size", falling))
+    return found | {f"{stage}, scheduled": train(stage, 2, schedulers=SCHEDULES) for stage in STAGES}
 
 
 @pytest.fixture(scope="module", params=(1, 2), ids=lambda world_size: f"{world_size} ranks")
@@ -96,12 +108,15 @@ def trained(request, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("micro", [*MICROBATCHES, "unknown"])
+@pytest.mark.parametrize("micro", [*MICROBATCHES, "unknown", "scheduled"])
 def test_every_stage_gives_the_weights_of_the_whole_batch(trained, stage, micro):
     network = make_network()
     optimizer = make_optimizer(network)
     inputs, targets = make_data()
-    for batch, labels in zip(inputs.split(BATCH), targets.split(BATCH), strict=True):
+    for step, (batch, labels) in enumerate(zip(inputs.split(BATCH), targets.split(BATCH), strict=True)):
+        if micro == "scheduled":
+            part = 1 - step / STEPS
+            optimizer.param_groups[0].update(lr=LR * part**2, momentum=0.9 * part, weight_decay=0.1 * part)
         optimizer.zero_grad()
         nn.functional.cross_entropy(network(batch), labels).backward()
         optimizer.step()

@@ -10,6 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from composer.core import Callback
 from composer.models import ComposerClassifier
 from composer.optim import LinearScheduler, Schedule
+from composer_dist.devices import DeviceCPU
 
 SIZES = [4, 4, 4, 4, 8, 8, 4, 8, 8, 16, 4]  # of two epochs of 36 samples
 
@@ -60,6 +61,33 @@ def test_weights_equal_a_loop_over_the_same_samples(
     for ours, theirs in zip(model.parameters(), by_hand.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs)  # microbatches add gradients in another order
     assert trainer.state.timestamp.sample == ends[-1]
+
+
+class ShortOfMemory(DeviceCPU):
+    name = "gpu"
+
+
+class FitsThree(Callback):
+    def before_forward(self, state, logger):
+        if len(state.batch[1]) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+@pytest.mark.filterwarnings("ignore:device_train_microbatch_size='auto' is", "ignore:A batch ran out of memory")
+def test_automatic_microbatches_shrink_while_batches_grow(make_trainer, make_data):
+    def train(**settings):
+        loader = DataLoader(make_data(36), batch_size=16)
+        trainer = make_trainer(train_dataloader=loader, max_duration="2ep", schedulers=GROW, **settings)
+        trainer.fit()
+        assert trainer.state.timestamp == "11ba"
+        return trainer.state.model.state_dict(), trainer.state.device_train_microbatch_size
+
+    expected, _ = train()
+    short = {"device": ShortOfMemory(), "device_train_microbatch_size": "auto", "precision": "fp32"}
+    weights, size = train(**short, callbacks=FitsThree())
+    assert size == 2
+    for name in weights:
+        torch.testing.assert_close(weights[name], expected[name])
 
 
 class Noisy(Dataset):
@@ -151,6 +179,7 @@ def test_a_factor_starts_from_the_dataloaders_batch_size(make_trainer, make_load
             "Give a torch DataLoader with a batch_size",
         ),
         ({"schedulers": Schedule("batch_size", lambda state: 2.0)}, "asks for 8 samples, .* have 4 over all ranks"),
+        ({"schedulers": Schedule("batch_size", lambda state: -0.5)}, "asks for -2 samples"),
         ({"schedulers": [GROW, GROW]}, "two schedules of batch_size"),
         ({"schedulers": [GROW, LinearScheduler()]}, "dur' cannot be converted to batches.*schedule of 'batch_size'"),
     ],

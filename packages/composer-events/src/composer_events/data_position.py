@@ -68,11 +68,13 @@ class BatchSizes:
         num_ranks: The number of ranks with batches of their own.
 
     Attributes:
-        whole: The samples of a batch of the dataloader over all ranks.
+        of_rank: The samples of a batch of the dataloader.
+        whole: The same over all ranks.
     """
 
     def __init__(self, of_rank: int, num_ranks: int) -> None:
-        self.whole, self._size = of_rank * num_ranks, of_rank
+        self.of_rank, self.whole = of_rank, of_rank * num_ranks
+        self._size = of_rank
         self._num_ranks = num_ranks
         self._divisors = [size for size in range(of_rank, 0, -1) if of_rank % size == 0]
 
@@ -84,7 +86,7 @@ class BatchSizes:
     @batch_size.setter
     def batch_size(self, batch_size: float) -> None:
         largest = batch_size / self._num_ranks / (1 - 1e-9)  # a product may be too small by rounding
-        if largest > self._divisors[0] * 1.00001:
+        if not 0 <= largest <= self.of_rank * 1.00001:
             raise ValueError(
                 f"The schedule of 'batch_size' asks for {batch_size:g} samples, and the batches of train_dataloader "
                 f"have {self.whole} over all ranks. Give the dataloader the largest batch size of the schedule."
@@ -236,17 +238,7 @@ class DataPosition:
         """
         loader, epoch, num_read = _place_in(state, dataloader)
         self.restore_between_epochs(state)
-        held, start = self.watch(loader), (self._start if self._is_resumed else None) or {}
-        if num_read > 0 and start.pop(_DIVIDED, None) is not None and self.sizes is None:
-            raise ValueError(
-                "The checkpoint was saved inside an epoch by a run with Schedule('batch_size', ...), and its place in "
-                "the data counts samples. Give schedulers such a schedule, or resume from the end of an epoch."
-            )
-        returns = bool(start) and (_has_place(loader) or self.spin or num_read == 0)
-        saved = start.get(_HELD, {}) if returns else {}
-        if returns and not _has_place(loader):
-            self._warm_up(loader, epoch, start.get(SEED_KEY, state.rank_zero_seed))
-            self._warn_of(loader, epoch, held.missing(saved) if num_read > 0 else ())
+        held, saved = self.watch(loader), self._return_to_start(state, loader, epoch, num_read)
         # Inside an epoch the saved numbers are restored last: a listener may have set them after `set_epoch`.
         if num_read == 0:
             held.restore(saved)
@@ -257,6 +249,22 @@ class DataPosition:
             held.warn_of_copies()
         self._begun = loader, epoch, parts
         self._settings = held.settings()
+
+    def _return_to_start(self, state: "State", loader: Any, epoch: int, num_read: int) -> Mapping[str, Any]:
+        """Repeat what the interrupted run read before the epoch, and return the saved state of the loader's parts."""
+        start = (self._start if self._is_resumed else None) or {}
+        if num_read > 0 and start.pop(_DIVIDED, None) is not None and self.sizes is None:
+            raise ValueError(
+                "The checkpoint was saved inside an epoch by a run with Schedule('batch_size', ...), and its place in "
+                "the data counts samples. Give schedulers such a schedule, or resume from the end of an epoch."
+            )
+        if not start or not (_has_place(loader) or self.spin or num_read == 0):
+            return {}
+        saved: Mapping[str, Any] = start.get(_HELD, {})
+        if not _has_place(loader):
+            self._warm_up(loader, epoch, start.get(SEED_KEY, state.rank_zero_seed))
+            self._warn_of(loader, epoch, self.watch(loader).missing(saved) if num_read > 0 else ())
+        return saved
 
     def open(self, state: "State", dataloader: Iterable[Any] | None = None) -> Iterator[Any]:
         """Return the rest of the current epoch, from the batch that the state's timestamp names.
@@ -275,19 +283,20 @@ class DataPosition:
         is_spun = self.spin and not knows_place
         num_whole, offset = self.place(state)
         is_inside = is_resumed and num_read > 0
-        if is_inside and is_spun and self._start is None:
+        if not is_inside:
+            self._start = {SEED_KEY: state.rank_zero_seed, _HELD: self.watch(loader).capture()}
+        elif is_spun and self._start is None:
             # Composer's checkpoints have no position; without dropout and augmentation, this draws the numbers that
             # training drew.
             _read_earlier_epochs(loader, epoch)
-        if not is_inside:
-            self._start = {SEED_KEY: state.rank_zero_seed, _HELD: self.watch(loader).capture()}
         # The rest of a batch that was divided is read again, and with it what its reading draws from.
         replays = offset > 0 and holds_state(loader.dataset, loader.collate_fn)
         batches = self._read(loader, epoch, num_read if knows_place else 0, num_whole if is_spun else 0, replays)
-        if offset > 0 and is_inside:
-            batches = chain(list(islice(batches, 1)), batches)
-        if is_inside and (knows_place or is_spun):
-            self._restore_process(loader, rng)
+        if is_inside:
+            if offset > 0:
+                batches = chain(list(islice(batches, 1)), batches)
+            if knows_place or is_spun:
+                self._restore_process(loader, rng)
         return batches
 
     def _finish_beginning(self, state: "State", loader: Any, epoch: int) -> None:

@@ -69,6 +69,8 @@ def orthogonalize(
     steps: Sequence[Polynomial],
     dtype: torch.dtype,
     finish: Callable[[Tensor, list[int]], Tensor] | None = None,
+    *,
+    overwrites: bool = False,
 ) -> list[Tensor]:
     """Return the matrices with singular values near 1, computed in batches of equal shapes.
 
@@ -78,6 +80,7 @@ def orthogonalize(
         dtype: The dtype of the iteration and of the results.
         finish: Called with each batch of shape `(batch, rows, columns)` and the positions of its matrices in the list;
             returns the batch to use instead.
+        overwrites: Whether the memory of the matrices may be used for the iteration.
     """
     by_shape: dict[tuple[torch.device, int, int], list[int]] = defaultdict(list)
     flat = [matrix.flatten(1) for matrix in matrices]
@@ -90,14 +93,18 @@ def orthogonalize(
         length = 1 if is_single else max(1, _MAX_BATCH // max(1, rows * columns))
         for start in range(0, len(positions), length):
             chosen = positions[start : start + length]
-            batch = flat[chosen[0]].new_empty(len(chosen), rows, columns, dtype=dtype)
-            # Converts and stacks in one pass.
-            torch._foreach_copy_(list(batch), [flat[position] for position in chosen])  # pyright: ignore[reportPrivateImportUsage]
-            batch = _iterate(batch[0], steps).unsqueeze(0) if len(chosen) == 1 else _iterate(batch, steps)
+            if len(chosen) == 1:
+                whole = flat[chosen[0]].to(dtype, copy=not overwrites, memory_format=torch.contiguous_format)
+                batch = (_iterate(whole, steps),)
+            else:
+                whole = flat[chosen[0]].new_empty(len(chosen), rows, columns, dtype=dtype)
+                # Converts and stacks in one pass.
+                torch._foreach_copy_(whole.unbind(), [flat[position] for position in chosen])  # pyright: ignore[reportPrivateImportUsage]
+                batch = _iterate(whole, steps).unbind()
             if finish is not None:
-                batch = finish(batch, chosen)
+                batch = finish(torch.stack(batch), chosen).unbind()
             for position, result in zip(chosen, batch, strict=True):
-                results[position] = result.reshape(matrices[position].shape)
+                results[position] = result.view(matrices[position].shape)
     return results
 
 
@@ -105,11 +112,11 @@ def _iterate(x: Tensor, steps: Sequence[Polynomial]) -> Tensor:
     """Run the iteration on a matrix, or on a batch of shape `(batch, rows, columns)`, whose memory is reused."""
     multiply_add = torch.addmm if x.ndim == 2 else torch.baddbmm
     is_tall = x.shape[-2] > x.shape[-1]
-    x = x.mT if is_tall else x  # the products below are smallest for wide matrices
     # The Frobenius norm is at least the largest singular value, which must not exceed 1.
     x.div_(torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=_EPS))
     for a, b, c in steps:
-        gram = x @ x.mT
+        # The smaller of the two products. Not of `x.mT`: the result has the strides of a weight, for fast additions.
+        gram = x.mT @ x if is_tall else x @ x.mT
         gram = multiply_add(gram, gram, gram, beta=b, alpha=c)
-        x = multiply_add(x, gram, x, beta=a)
-    return x.mT if is_tall else x
+        x = multiply_add(x, x, gram, beta=a) if is_tall else multiply_add(x, gram, x, beta=a)
+    return x

@@ -261,6 +261,10 @@ class Muon(Optimizer):
             _decay_cautiously(weights, updates, lr * group["weight_decay"])
         elif group["weight_decay"]:
             torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])  # pyright: ignore[reportPrivateImportUsage]
+        if updates[0].dtype != weights[0].dtype:  # a sum of two dtypes takes a kernel for each matrix
+            converted = [torch.empty_like(weight) for weight in weights]
+            torch._foreach_copy_(converted, updates)  # pyright: ignore[reportPrivateImportUsage]
+            updates = converted
         by_scale: dict[float, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
         for param, weight, update in zip(params, weights, updates, strict=True):
             some = by_scale[_scale(group["adjust_lr_fn"], param)]
@@ -274,14 +278,14 @@ class Muon(Optimizer):
     ) -> list[Tensor]:
         """Return this rank's part of the orthogonalized updates."""
         steps, beta2 = polynomials(group["ns_coefficients"], group["ns_steps"]), group["normuon_beta2"]
-        dtype = _iteration_dtype(group["dtype"], updates[0])
+        dtype, overwrites = _iteration_dtype(group["dtype"], updates[0]), bool(stages or group["nesterov"])
         if stages:
             updates = [update.to(dtype) for update in updates]  # before they are sent
         if beta2 is None:
             exchange = Exchange(
                 stages,
                 [param.shape for param in params],
-                lambda _, wholes: (orthogonalize(wholes, steps, dtype), []),
+                lambda _, wholes: (orthogonalize(wholes, steps, dtype, overwrites=overwrites), []),
             )
             return exchange.run(updates)[0]
         for param in params:
@@ -297,7 +301,7 @@ class Muon(Optimizer):
             def normalize(batch: Tensor, chosen: list[int]) -> Tensor:
                 return _normalize_rows(batch, chosen, own, beta2)
 
-            return orthogonalize(wholes, steps, dtype, normalize), own
+            return orthogonalize(wholes, steps, dtype, normalize, overwrites=overwrites), own
 
         exchange = Exchange(stages, [param.shape for param in params], compute, vector_dtype=moments[0].dtype)
         updates, vectors = exchange.run(updates)

@@ -46,7 +46,7 @@ class Schedule:
         groups: int | str | Sequence[int | str] | None = None,
         absolute: bool = False,
     ) -> None:
-        match = re.fullmatch(r"(?:(\w+)\.)?(\w+)(?:\[(\d+)\])?", target)
+        match = re.fullmatch(r"(?:(\w+)\.)?(\w+)(?:\[(\d+)\])?", target) if isinstance(target, str) else None
         if match is None:
             raise ValueError(
                 f"target={target!r} must be the name of a setting of the optimizer, such as 'weight_decay' or "
@@ -67,7 +67,8 @@ class Schedule:
         return self.curve(state, *ratio)
 
     def __repr__(self) -> str:
-        return f"Schedule({self.target!r}, {self.curve!r}, groups={self.groups!r}, absolute={self.absolute!r})"
+        curve = getattr(self.curve, "__name__", f"{type(self.curve).__name__}(...)")
+        return f"Schedule({self.target!r}, {curve}, groups={self.groups!r}, absolute={self.absolute!r})"
 
     def find(self, state: Any) -> "list[tuple[str, Any]]":
         """Return the name and the owner of each number: the index of a parameter group, or an algorithm.

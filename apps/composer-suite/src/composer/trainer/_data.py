@@ -1,10 +1,8 @@
 """Batches of the training dataloader over epochs and calls of `fit`."""
 
 import math
-import time
 import warnings
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from numbers import Real
 from typing import Any, cast
 
@@ -107,7 +105,8 @@ class TrainBatches:
         if self._position.sizes is None:
             self._position.sizes = BatchSizes(cast("int", size), self._ranks.world_size)
         if state.dataloader_len is not None:  # epochs have an unknown number of batches from here on
-            self._limit, state.dataloader_len = state.dataloader_len, None
+            self._limit = state.dataloader_len
+            restore_dataloader(state, state.dataloader, state.dataloader_label, None)
 
     def resume(self) -> None:
         """Restore the random state of the checkpoint, if it was written between two epochs.
@@ -180,6 +179,11 @@ class TrainBatches:
             if whole is _NO_BATCH:
                 return _NO_BATCH
             self._whole, self._num_in_whole = whole, int(spec.get_num_samples_in_batch(whole))
+            if self._num_in_whole > sizes.of_rank:
+                raise ValueError(
+                    f"get_num_samples_in_batch returned {self._num_in_whole} for a batch of batch_size={sizes.of_rank} "
+                    "samples. A schedule of 'batch_size' needs the number of samples."
+                )
             self._num_whole += 1
             self._offset, self._skip = self._skip, 0
         size = sizes.next_size(self._offset)
@@ -247,32 +251,7 @@ def _check_samples(num_samples: Any, duration: Time[Any] | None) -> None:
         )
 
 
-def has_time_left(state: State) -> bool:
-    """Return whether `max_duration` has not been reached."""
-    max_duration = state.max_duration
-    return max_duration is not None and state.timestamp < max_duration
-
-
-class Clock:
-    """Clock of batches, each of which lasts from the end of the previous one to its own end."""
-
-    def __init__(self) -> None:
-        self._started_s = time.perf_counter()
-
-    def start_batch(self) -> None:
-        """Start the first batch now, so that earlier time is not counted."""
-        self._started_s = time.perf_counter()
-
-    def end_batch_s(self) -> float:
-        """Return the seconds of the batch that ends now, and start the next one."""
-        started_s, self._started_s = self._started_s, time.perf_counter()
-        return self._started_s - started_s
-
-    @contextmanager
-    def paused(self) -> Generator[None]:
-        """Exclude the time of the context from the current batch."""
-        paused_s = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._started_s += time.perf_counter() - paused_s
+def restore_dataloader(state: State, dataloader: Any, label: str | None, length: Time[int] | None) -> None:
+    """Set a state's dataloader, label and length, which may be unknown although the dataloader has one."""
+    state.set_dataloader(dataloader, label)
+    state._dataloader_len = length  # pyright: ignore[reportPrivateUsage]  # `dataloader_len` accepts no `None`

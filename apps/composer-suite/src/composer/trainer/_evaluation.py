@@ -21,8 +21,9 @@ from torch.utils.data.distributed import DistributedSampler
 
 from composer.trainer import _error_context as error_context
 from composer.trainer._arguments import check_subset, user_stacklevel
-from composer.trainer._data import Clock
+from composer.trainer._data import restore_dataloader
 from composer.trainer._microbatching import REPORT_OUT_OF_MEMORY, Attempts, halve, release_memory
+from composer.trainer._progress import Clock
 from composer.trainer._rank_sync import Ranks, next_batch
 from composer.trainer._restore import MetricsUndo
 from composer.trainer._shared_results import compute_over_ranks
@@ -218,11 +219,6 @@ def evaluating(state: State, dataloader: Any, label: str, subset_num_batches: in
             yield
     finally:
         restore_dataloader(state, *before)
-
-
-def restore_dataloader(state: State, dataloader: Any, label: str | None, length: Time[int] | None) -> None:
-    """Restore a state's previous dataloader, label and length."""
-    state.set_dataloader(dataloader, label, length)
 
 
 def common_batches(batches: Iterator[Any], spec: DataSpec, length: Time[int] | None, ranks: Ranks) -> Iterator[Any]:
