@@ -141,6 +141,7 @@ CASES: Mapping[str, Case] = {
     "colout": Case(),
     "cutmix": Case(),
     "cutout": Case(),
+    "dirac_init": Case(),
     "ema": Case(),
     "factorize": Case({"min_channels": 64}),
     "gated_linear_units": Case({}, BERT),

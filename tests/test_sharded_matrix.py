@@ -244,6 +244,7 @@ ALGORITHMS = {
     "ColOut": Row(algorithm("ColOut"), "conv"),
     "CutMix": Row(algorithm("CutMix"), "conv"),
     "CutOut": Row(algorithm("CutOut"), "conv"),
+    "DiracInit": Row(algorithm("DiracInit"), "conv"),
     "EMA": Row(algorithm("EMA", "2ba"), resumes=True),
     "Factorize": Row(algorithm("Factorize", min_channels=4, latent_channels=2), "conv"),
     "GatedLinearUnits": Row(algorithm("GatedLinearUnits"), "bert"),

@@ -135,6 +135,7 @@ OTHER_METHODS = {
     "LogitSoftcap": ("text", algorithms.LogitSoftcap),
     "QKNorm": ("text", algorithms.QKNorm),
     "SquaredReLU": ("text", algorithms.SquaredReLU),
+    "DiracInit": ("images", algorithms.DiracInit),
     "ValueResidual": ("text", algorithms.ValueResidual),
     "ZLoss": ("text", algorithms.ZLoss),
     "ZeroInit": ("text", algorithms.ZeroInit),

@@ -165,6 +165,7 @@ ROWS = {
     "CutMix": Row(algorithms.CutMix, "conv", reasons=PER_MICROBATCH),
     "CutMix(draw_per='batch')": Row(partial(algorithms.CutMix, draw_per="batch"), "conv", reasons=PER_BATCH),
     "CutOut": Row(algorithms.CutOut, "conv", reasons=PER_BATCH),
+    "DiracInit": Row(algorithms.DiracInit, "conv", functional.apply_dirac_init),
     "EMA": Row(partial(algorithms.EMA, "2ba")),
     "Factorize": Row(
         partial(algorithms.Factorize, **FACTORIZE), "conv", partial(functional.apply_factorization, **FACTORIZE)

@@ -253,6 +253,8 @@ IMPORT_MAP = [
         "composer_algorithms.transformer_surgery",
         "composer_algorithms.functional composer.functional",
     ),
+    ("DiracInit", "composer_algorithms.dirac_init", "composer_algorithms composer.algorithms"),
+    ("apply_dirac_init", "composer_algorithms.dirac_init", "composer_algorithms.functional composer.functional"),
     ("ZLoss", "composer_algorithms.z_loss", "composer_algorithms composer.algorithms"),
     ("z_loss", "composer_algorithms.z_loss", "composer_algorithms.functional composer.functional"),
     ("apply_mup", "composer_algorithms.mup", "composer_algorithms.functional composer.functional"),

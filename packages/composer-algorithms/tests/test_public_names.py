@@ -16,6 +16,7 @@ from composer_algorithms import (
     cutmix,
     cutout,
     dataset_transforms,
+    dirac_init,
     ema,
     factorize,
     functional,
@@ -46,20 +47,20 @@ from composer_algorithms import (
 
 OF_THE_PACKAGE = (
     "AGC Alibi AugMix AugmentAndMixTransform BlurPool ChannelsLast ColOut ColOutTransform CutMix CutOut "
-    "CutOutTransform EMA Factorize GatedLinearUnits GhostBatchNorm GradientClipping GyroDropout LabelSmoothing "
-    "LayerFreezing LogitSoftcap LowPrecisionGroupNorm LowPrecisionLayerNorm Metadata MixUp MuP NoOpModel "
-    "ProgressiveResizing QKNorm RandAugment RandAugmentTransform SAM SAMOptimizer SWA SelectiveBackprop "
+    "CutOutTransform DiracInit EMA Factorize GatedLinearUnits GhostBatchNorm GradientClipping GyroDropout "
+    "LabelSmoothing LayerFreezing LogitSoftcap LowPrecisionGroupNorm LowPrecisionLayerNorm Metadata MixUp MuP "
+    "NoOpModel ProgressiveResizing QKNorm RandAugment RandAugmentTransform SAM SAMOptimizer SWA SelectiveBackprop "
     "SeqLengthWarmup SquaredReLU SqueezeExcite StochasticDepth ValueResidual WeightStandardization ZLoss ZeroInit "
     "__version__ add_vision_dataset_transform all_metadata coord_check"
 )
 FUNCTIONS = (
-    "apply_agc apply_alibi apply_blurpool apply_channels_last apply_factorization apply_gated_linear_units "
-    "apply_ghost_batchnorm apply_gradient_clipping apply_gyro_dropout apply_logit_softcap "
-    "apply_low_precision_groupnorm apply_low_precision_layernorm apply_mup apply_qk_norm apply_squared_relu "
-    "apply_squeeze_excite apply_stochastic_depth apply_value_residual apply_weight_standardization "
-    "apply_zero_init augmix_image colout_batch compute_ema cutmix cutmix_batch cutout_batch freeze_layers "
-    "mixup_batch randaugment_image resize_batch select_using_loss selective_backprop set_batch_sequence_length "
-    "should_selective_backprop smooth_labels z_loss"
+    "apply_agc apply_alibi apply_blurpool apply_channels_last apply_dirac_init apply_factorization "
+    "apply_gated_linear_units apply_ghost_batchnorm apply_gradient_clipping apply_gyro_dropout "
+    "apply_logit_softcap apply_low_precision_groupnorm apply_low_precision_layernorm apply_mup apply_qk_norm "
+    "apply_squared_relu apply_squeeze_excite apply_stochastic_depth apply_value_residual "
+    "apply_weight_standardization apply_zero_init augmix_image colout_batch compute_ema cutmix cutmix_batch "
+    "cutout_batch freeze_layers mixup_batch randaugment_image resize_batch select_using_loss selective_backprop "
+    "set_batch_sequence_length should_selective_backprop smooth_labels z_loss"
 )
 
 
@@ -74,6 +75,7 @@ FUNCTIONS = (
         (cutmix, "CutMix cutmix cutmix_batch METADATA"),
         (cutout, "CutOut CutOutTransform cutout_batch METADATA"),
         (dataset_transforms, "TransformedDatasets add_vision_dataset_transform"),
+        (dirac_init, "DiracInit METADATA apply_dirac_init"),
         (ema, "EMA EMAParameters compute_ema get_model_context_manager METADATA"),
         (gradient_clipping, "AGC GradientClipping apply_agc apply_gradient_clipping METADATA"),
         (label_smoothing, "LabelSmoothing smooth_labels METADATA"),

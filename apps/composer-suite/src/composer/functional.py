@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from composer_algorithms.cutmix import cutmix as cutmix
     from composer_algorithms.cutmix import cutmix_batch as cutmix_batch
     from composer_algorithms.cutout import cutout_batch as cutout_batch
+    from composer_algorithms.dirac_init import apply_dirac_init as apply_dirac_init
     from composer_algorithms.ema import compute_ema as compute_ema
     from composer_algorithms.factorize import apply_factorization as apply_factorization
     from composer_algorithms.gated_linear_units import apply_gated_linear_units as apply_gated_linear_units
@@ -55,6 +56,7 @@ __all__ = [
     "cutmix",
     "cutmix_batch",
     "cutout_batch",
+    "apply_dirac_init",
     "compute_ema",
     "apply_factorization",
     "apply_gated_linear_units",
@@ -94,6 +96,7 @@ __getattr__, __dir__ = lazy_face(
         "composer_algorithms.colout": ["colout_batch"],
         "composer_algorithms.cutmix": ["cutmix", "cutmix_batch"],
         "composer_algorithms.cutout": ["cutout_batch"],
+        "composer_algorithms.dirac_init": ["apply_dirac_init"],
         "composer_algorithms.ema": ["compute_ema"],
         "composer_algorithms.factorize": ["apply_factorization"],
         "composer_algorithms.gated_linear_units": ["apply_gated_linear_units"],

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from composer_algorithms.cutout import CutOut as CutOut
     from composer_algorithms.cutout import CutOutTransform as CutOutTransform
     from composer_algorithms.dataset_transforms import add_vision_dataset_transform as add_vision_dataset_transform
+    from composer_algorithms.dirac_init import DiracInit as DiracInit
     from composer_algorithms.ema import EMA as EMA
     from composer_algorithms.factorize import Factorize as Factorize
     from composer_algorithms.gated_linear_units import GatedLinearUnits as GatedLinearUnits
@@ -72,6 +73,7 @@ _HOME = {
     "CutMix": "cutmix",
     "CutOut": "cutout",
     "CutOutTransform": "cutout",
+    "DiracInit": "dirac_init",
     "EMA": "ema",
     "Factorize": "factorize",
     "GatedLinearUnits": "gated_linear_units",

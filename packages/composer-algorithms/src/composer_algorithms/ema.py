@@ -135,7 +135,7 @@ class EMA(Method):
 
     Reference:
         TensorFlow's `ExponentialMovingAverage`, where `warmup` is the effect of `num_updates`. For `power`: Karras et
-        al., "Analyzing and Improving the Training Dynamics of Diffusion Models", CVPR 2024, arXiv:2312.02696, eq. (4).
+        al., "Analyzing and Improving the Training Dynamics of Diffusion Models", CVPR 2024, arXiv:2312.02696.
     """
 
     surgery_rank = 7  # after the algorithms that rebuild the model

@@ -8,6 +8,7 @@ from composer_algorithms.colout import colout_batch as colout_batch
 from composer_algorithms.cutmix import cutmix as cutmix
 from composer_algorithms.cutmix import cutmix_batch as cutmix_batch
 from composer_algorithms.cutout import cutout_batch as cutout_batch
+from composer_algorithms.dirac_init import apply_dirac_init as apply_dirac_init
 from composer_algorithms.ema import compute_ema as compute_ema
 from composer_algorithms.factorize import apply_factorization as apply_factorization
 from composer_algorithms.gated_linear_units import apply_gated_linear_units as apply_gated_linear_units

@@ -141,7 +141,7 @@ def apply_qk_norm(model: nn.Module, initial_scale: float | None = None, optimize
         tensor([2.])
 
     Reference:
-        Henry et al., "Query-Key Normalization for Transformers", Findings of EMNLP 2020, arXiv:2010.04245, eq. (4).
+        Henry et al., "Query-Key Normalization for Transformers", Findings of EMNLP 2020, arXiv:2010.04245.
     """
     if initial_scale is not None:
         check_interval("(0, inf)", initial_scale=initial_scale)
@@ -369,8 +369,7 @@ def apply_squared_relu(model: nn.Module) -> int:
         tensor([0., 9.])
 
     Reference:
-        So et al., "Primer: Searching for Efficient Transformers for Language Modeling", NeurIPS 2021, arXiv:2109.08668,
-        section 4.1.
+        So et al., "Primer: Searching for Efficient Transformers for Language Modeling", NeurIPS 2021, arXiv:2109.08668.
     """
     found = {
         module

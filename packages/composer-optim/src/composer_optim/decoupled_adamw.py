@@ -111,8 +111,8 @@ class DecoupledAdamW(Decoupled, AdamW):
 
     Reference:
         Loshchilov and Hutter, "Decoupled Weight Decay Regularization", ICLR 2019, arXiv:1711.05101, algorithm 2. Liang
-        et al., "Cautious Optimizers", arXiv:2411.16085, algorithm 1. Wortsman et al., "Stable and low-precision
-        training for large-scale vision-language models", NeurIPS 2023, arXiv:2304.13013, algorithm 2.
+        et al., "Cautious Optimizers", arXiv:2411.16085. Wortsman et al., "Stable and low-precision
+        training for large-scale vision-language models", NeurIPS 2023, arXiv:2304.13013.
     """
 
     metric_functions: ClassVar[dict[str, Callable[[Tensor, dict[str, Any], Tensor], Tensor]]] = {
@@ -220,15 +220,19 @@ class DecoupledAdamW(Decoupled, AdamW):
         options |= {"initial_lr": get_initial_lr(group), "fused": fused or group["fused"]}
         options |= {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
         options["beta1"], options["beta2"] = group["betas"]
-        if not any(group[name] for name in _CHANGES):
+        if any(group[name] for name in _CHANGES):
+            self._step_with_changes(group, params, states, lists, options)
+        else:
             self.adamw(params, *lists, **options)
-            return
+
+    def _step_with_changes(
+        self, group: dict[str, Any], params: list[Tensor], states: list[dict[str, Any]], lists: Any, options: Any
+    ) -> None:
         shrink(params, decay_rate(group["lr"], options["initial_lr"], group["weight_decay"]), options["found_inf"])
         # From weights of 0, every kernel computes the update itself, not rounded to multiples of the weights' eps.
         updates = [torch.zeros_like(param) for param in params]
-        options["weight_decay"] = 0.0
-        self.adamw(updates, *lists, **options)
-        for param, update, grad, state in zip(params, updates, grads, states, strict=True):
+        self.adamw(updates, *lists, **{**options, "weight_decay": 0.0})
+        for param, update, grad, state in zip(params, updates, lists[0], states, strict=True):
             param.addcmul_(update, _update_factor(grad, state, group))
 
     @staticmethod

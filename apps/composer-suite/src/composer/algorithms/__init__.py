@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from composer_algorithms.colout import ColOutTransform as ColOutTransform
     from composer_algorithms.cutmix import CutMix as CutMix
     from composer_algorithms.cutout import CutOut as CutOut
+    from composer_algorithms.dirac_init import DiracInit as DiracInit
     from composer_algorithms.ema import EMA as EMA
     from composer_algorithms.factorize import Factorize as Factorize
     from composer_algorithms.gated_linear_units import GatedLinearUnits as GatedLinearUnits
@@ -57,6 +58,7 @@ __all__ = [
     "ColOutTransform",
     "CutMix",
     "CutOut",
+    "DiracInit",
     "EMA",
     "Factorize",
     "GatedLinearUnits",
@@ -100,6 +102,7 @@ __getattr__, __dir__ = lazy_face(
         "composer_algorithms.colout": ["ColOut", "ColOutTransform"],
         "composer_algorithms.cutmix": ["CutMix"],
         "composer_algorithms.cutout": ["CutOut"],
+        "composer_algorithms.dirac_init": ["DiracInit"],
         "composer_algorithms.ema": ["EMA"],
         "composer_algorithms.factorize": ["Factorize"],
         "composer_algorithms.gated_linear_units": ["GatedLinearUnits"],
