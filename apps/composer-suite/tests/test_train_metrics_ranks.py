@@ -1,6 +1,7 @@
 """Metrics of training over several ranks have the values that torchmetrics computes by itself, to the last bit."""
 
 import copy
+from typing import ClassVar
 
 import pytest
 import torch
@@ -230,6 +231,43 @@ class Small(Model):
         metric.update(torch.tensor(1.0))
 
 
+class OnceOnly(Small):
+    """Updates the metric `first` in its first batch alone."""
+
+    is_first = True
+
+    def update_metric(self, batch, outputs, metric):
+        if isinstance(metric, Counted):
+            metric.update(torch.tensor(1.0))
+        elif self.is_first:
+            metric.update(torch.tensor(3.0))
+            self.is_first = False
+
+
+class Counted(SumMetric):
+    """Counts how often any copy of it is computed."""
+
+    computed: ClassVar = []
+
+    def compute(self):
+        self.computed.append(self)
+        return super().compute()
+
+
+def train_unread(model):
+    """Train without anybody who reads the metrics of a batch."""
+    data = TensorDataset(torch.zeros(8, 6), torch.zeros(8, dtype=torch.long))
+    Counted.computed.clear()
+    loader = DataLoader(data, batch_size=1, sampler=dist.get_sampler(data))
+    settings = {"optimizers": torch.optim.SGD(model.parameters(), lr=0.1), "callbacks": Callback()}
+    with Trainer(
+        model=model, train_dataloader=loader, max_duration="1ep", device="cpu", progress_bar=False, **settings
+    ) as trainer:
+        trainer.fit()
+        values = {name: float(value) for name, value in trainer.state.train_metric_values.items()}
+    return values, len(Counted.computed)
+
+
 def train_small(callbacks, metrics, num_batches):
     data = TensorDataset(torch.zeros(2 * num_batches, 6), torch.zeros(2 * num_batches, dtype=torch.long))
     model, log = Small(metrics), InMemoryLogger()
@@ -258,16 +296,20 @@ def go_through_changes():
         train_small([], {"growing": Growing(is_even=False)}, 1)
     with pytest.raises(RankDisagreementError, match="metric rank 0") as error:
         train_small([], {"sum": SumMetric(), f"rank {dist.get_global_rank()}": SumMetric()}, 1)
-    return later.values, logged, changed, str(error.value)
+    once = train_unread(OnceOnly({"every": Counted(), "first": SumMetric()}))
+    every = train_unread(Small({"every": Counted(), "first": SumMetric()}))
+    return later.values, logged, changed, str(error.value), (once, every)
 
 
 def test_metrics_that_change_have_the_values_of_the_change(tmp_path):
     first, second = run_ranks(go_through_changes, store=tmp_path / "store", timeout_s=60)
     assert first[0] == 2 * [2.0, 2002.0, 14.0]
     assert second[0] == 2 * [2002.0, 14.0]
-    for _, logged, changed, _ in (first, second):
+    for _, logged, changed, _, unread in (first, second):
         assert logged == {"sum": [(0, 2.0), (1, 2.0), (2, 2.0)]}
         assert changed["sum"] == [(0, 2.0), (1, 2.0), (2, 2.0), (3, 2.0)]
         assert changed["other"] == [(0, 2.0), (1, 2.0)]
+        # The values of a batch are dropped only if the next one has a value of every metric.
+        assert unread == (({"every": 2.0, "first": 6.0}, 4), ({"every": 2.0, "first": 2.0}, 1))
     assert "metric rank 1" in first[3]
     assert "metric rank 1" in second[3]

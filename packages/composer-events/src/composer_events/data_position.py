@@ -238,12 +238,7 @@ class DataPosition:
         """
         loader, epoch, num_read = _place_in(state, dataloader)
         self.restore_between_epochs(state)
-        held, start = self.watch(loader), (self._start if self._is_resumed else None) or {}
-        if num_read > 0 and start.pop(_DIVIDED, None) is not None and self.sizes is None:
-            raise ValueError(
-                "The checkpoint was saved inside an epoch by a run with Schedule('batch_size', ...), and its place in "
-                "the data counts samples. Give schedulers such a schedule, or resume from the end of an epoch."
-            )
+        held, start = self.watch(loader), self._resumed_start(is_inside=num_read > 0)
         returns = bool(start) and (_has_place(loader) or self.spin or num_read == 0)
         saved = start.get(_HELD, {}) if returns else {}
         if returns and not _has_place(loader):
@@ -260,6 +255,15 @@ class DataPosition:
         self._begun = loader, epoch, parts
         self._settings = held.settings()
 
+    def _resumed_start(self, *, is_inside: bool) -> dict[str, Any]:
+        start = (self._start if self._is_resumed else None) or {}
+        if is_inside and start.pop(_DIVIDED, None) is not None and self.sizes is None:
+            raise ValueError(
+                "The checkpoint was saved inside an epoch by a run with Schedule('batch_size', ...), and its place in "
+                "the data counts samples. Give schedulers such a schedule, or resume from the end of an epoch."
+            )
+        return start
+
     def open(self, state: "State", dataloader: Iterable[Any] | None = None) -> Iterator[Any]:
         """Return the rest of the current epoch, from the batch that the state's timestamp names.
 
@@ -275,7 +279,6 @@ class DataPosition:
             self._at_save = {}
         knows_place = self._hand_over(loader) or bool(state.dataset_resumption.get("train"))
         is_spun = self.spin and not knows_place
-        num_whole, offset = self.place(state)
         is_inside = is_resumed and num_read > 0
         if is_inside and is_spun and self._start is None:
             # Composer's checkpoints have no position; without dropout and augmentation, this draws the numbers that
@@ -283,11 +286,9 @@ class DataPosition:
             _read_earlier_epochs(loader, epoch)
         if not is_inside:
             self._start = {SEED_KEY: state.rank_zero_seed, _HELD: self.watch(loader).capture()}
-        # The rest of a batch that was divided is read again, and with it what its reading draws from.
-        replays = offset > 0 and holds_state(loader.dataset, loader.collate_fn)
-        batches = self._read(loader, epoch, num_read if knows_place else 0, num_whole if is_spun else 0, replays)
-        if offset > 0 and is_inside:
-            batches = chain(list(islice(batches, 1)), batches)
+        num_whole, offset = self.place(state)
+        place, num_left_out = (0, num_whole) if is_spun else (num_read if knows_place else 0, 0)
+        batches = self._read(loader, epoch, place, num_left_out, is_begun=offset > 0)
         if is_inside and (knows_place or is_spun):
             self._restore_process(loader, rng)
         return batches
@@ -309,7 +310,7 @@ class DataPosition:
         if rng is not None:
             self._load_rng_state(rng, *(self.share or ()))
 
-    def _read(self, loader: Any, epoch: int, place: int, num_left_out: int, replays: bool = False) -> Iterator[Any]:
+    def _read(self, loader: Any, epoch: int, place: int, num_left_out: int, *, is_begun: bool) -> Iterator[Any]:
         """Return the batches of an epoch from a position, without loading earlier ones where that is equivalent.
 
         Args:
@@ -317,19 +318,21 @@ class DataPosition:
             epoch: The number of the epoch.
             place: The number of the next batch of a loader that restores its own position.
             num_left_out: The number of batches to skip from there.
-            replays: Whether to load these for certain, because loading changes generators that are used later.
+            is_begun: Whether the next batch, of which the run has used a part, is loaded now, before the state of this
+                process is restored.
         """
         start = self._start or {}
         seed = start.get(SEED_KEY)
         if seed is not None and (can_be_seeded(loader) or reads_in_workers(loader)):
-            replays, lead = num_left_out > 0 and (replays or self._must_replay(loader)), None
+            replays, lead = num_left_out > 0 and self._must_replay(loader, is_begun), None
             if num_left_out > 0 and not uses_no_rng(loader.dataset, loader.collate_fn):
                 # After the first epoch, `_warm_up` has already made what a dataset creates on its first access.
                 begins = epoch == 0 or (loader.num_workers > 0 and not loader.persistent_workers)
                 lead = max(1, loader.num_workers) if begins else 0
             batches = self._seeded_of(loader)
-            return batches.open(seed, epoch, num_left_out, lead, replays=replays, order=self._at_save.get(_ORDER))
-        if seed is None:
+            batches = batches.open(seed, epoch, num_left_out, lead, replays=replays, order=self._at_save.get(_ORDER))
+            num_left_out = 0
+        elif seed is None:
             batches = iter(loader)
         elif _has_place(loader):
             batches = open_seeded(loader, derive_seed(seed, epoch, self.rank), count(place))
@@ -337,19 +340,20 @@ class DataPosition:
             batches = open_streamed(loader, derive_seed(seed, epoch, self.rank))
         for _ in range(num_left_out):
             next(batches, None)
-        return batches
+        return chain(list(islice(batches, 1)), batches) if is_begun else batches
 
     def _seeded_of(self, loader: Any) -> SeededBatches:
         if self._seeded is None or self._seeded.loader is not loader:
             self._seeded = SeededBatches(loader, self.rank, sets_epoch=True)
         return self._seeded
 
-    def _must_replay(self, loader: Any) -> bool:
+    def _must_replay(self, loader: Any, is_begun: bool) -> bool:
         """Return whether skipped batches must be loaded again, since loading changes generators that are used later.
 
-        For loading in this process, checkpoints hold the states of the generators.
+        For loading in this process, checkpoints hold the states of the generators, but not of before a batch that was
+        used in part.
         """
-        if loader.num_workers > 0:
+        if loader.num_workers > 0 or is_begun:
             return reads_in_workers(loader) or holds_state(loader.dataset, loader.collate_fn)
         return self.watch(loader).shares_generators()
 

@@ -31,7 +31,6 @@ from composer.trainer._arguments import (
     refuse_twice,
     refuse_unscalable,
 )
-from composer.trainer._data import Clock
 from composer.trainer._divergence_guard import DivergenceGuard, takes_none
 from composer.trainer._evaluation import (
     Evaluation,
@@ -53,6 +52,7 @@ from composer.trainer._fit_settings import (
     to_duration,
 )
 from composer.trainer._microbatching import HalveOnOom, Microbatching
+from composer.trainer._progress import Clock, Progress
 from composer.trainer._rank_sync import Ranks, broadcast_error
 from composer.trainer._report import Report, TrainMetrics, log_run_facts
 from composer.trainer._scaler import ClosureGradScaler, ShardedGradScaler
@@ -328,7 +328,6 @@ class Runtime:
         take_signals(self.engine)
         self._take_model(resolved.model)
         self.preemption = Preemption(self.state, self.logger, self.saver)
-        self._clock = Clock()
         self.plan = FitPlan(self.state, self.engine, self.ranks, self.position, resolved.microbatching)
         self.halve_on_oom: HalveOnOom | None = None
         self.local_hparams: dict[str, Any] = {}
@@ -496,16 +495,16 @@ class Runtime:
         if self.saver is not None:
             # Assigned for each fit, because the guard of an earlier one refers to its scaler and results.
             self.saver.before_save = None if guard is None else guard.check_weights
+        clock = Clock()
         return Loop(
             state=state,
             engine=self.engine,
             batches=batches,
             train_batch=train_batch,
             schedulers=SchedulerSteps(state, self.plan.settings.steps_every_batch),
-            evaluate=FitEvaluation(state, self.engine, self.make_evaluation(), self._clock, self.take_evaluators),
+            evaluate=FitEvaluation(state, self.engine, self.make_evaluation(), clock, self.take_evaluators),
             report=self._report,
-            clock=self._clock,
-            ranks=self.ranks,
+            progress=Progress(state, self.engine, self.ranks, clock),
             preemption=self.preemption,
         )
 

@@ -1,10 +1,8 @@
 """Batches of the training dataloader over epochs and calls of `fit`."""
 
 import math
-import time
 import warnings
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from numbers import Real
 from typing import Any, cast
 
@@ -257,34 +255,3 @@ def restore_dataloader(state: State, dataloader: Any, label: str | None, length:
     """Set a state's dataloader, label and length, which may be unknown although the dataloader has one."""
     state.set_dataloader(dataloader, label)
     state._dataloader_len = length  # pyright: ignore[reportPrivateUsage]  # `dataloader_len` accepts no `None`
-
-
-def has_time_left(state: State) -> bool:
-    """Return whether `max_duration` has not been reached."""
-    max_duration = state.max_duration
-    return max_duration is not None and state.timestamp < max_duration
-
-
-class Clock:
-    """Clock of batches, each of which lasts from the end of the previous one to its own end."""
-
-    def __init__(self) -> None:
-        self._started_s = time.perf_counter()
-
-    def start_batch(self) -> None:
-        """Start the first batch now, so that earlier time is not counted."""
-        self._started_s = time.perf_counter()
-
-    def end_batch_s(self) -> float:
-        """Return the seconds of the batch that ends now, and start the next one."""
-        started_s, self._started_s = self._started_s, time.perf_counter()
-        return self._started_s - started_s
-
-    @contextmanager
-    def paused(self) -> Generator[None]:
-        """Exclude the time of the context from the current batch."""
-        paused_s = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._started_s += time.perf_counter() - paused_s

@@ -21,8 +21,9 @@ from torch.utils.data.distributed import DistributedSampler
 
 from composer.trainer import _error_context as error_context
 from composer.trainer._arguments import check_subset, user_stacklevel
-from composer.trainer._data import Clock, restore_dataloader
+from composer.trainer._data import restore_dataloader
 from composer.trainer._microbatching import REPORT_OUT_OF_MEMORY, Attempts, halve, release_memory
+from composer.trainer._progress import Clock
 from composer.trainer._rank_sync import Ranks, next_batch
 from composer.trainer._restore import MetricsUndo
 from composer.trainer._shared_results import compute_over_ranks

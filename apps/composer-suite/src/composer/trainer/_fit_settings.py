@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from composer.trainer._arguments import check_subset
-from composer.trainer._data import TrainBatches, has_time_left, restore_dataloader
+from composer.trainer._data import TrainBatches, restore_dataloader
+from composer.trainer._progress import has_time_left
 from composer.trainer._strategies import share_length
 from composer_dist import get_global_rank
 from composer_events.batches import ensure_tuple

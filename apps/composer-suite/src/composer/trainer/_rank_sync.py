@@ -43,9 +43,7 @@ class Ranks:
         shares_results: Whether, in addition, there are several ranks.
         may_stop: Whether there are several ranks, and any has a listener that can stop the training, such as an
             algorithm, or that reads the clock.
-        stops: Whether any rank had requested a stop before the latest batch, and whether one of them is final, so that
-            a resumed run does not continue.
-        has_new_duration: Whether any rank had another `max_duration` than at the start of `fit` before that batch.
+        flags: Whether any rank had set each flag that was sent with the counts of the latest batch.
         losses: The averages of the losses of each batch.
     """
 
@@ -60,16 +58,14 @@ class Ranks:
         self.may_stop = False
         self.losses = LossMeans(strategy)
         self._count_tokens: bool | None = None  # unknown before the first batch
-        self._request = self.stops = (False, False)
-        self.has_new_duration = False
+        self.flags: Sequence[bool] = ()
         self._total: Callable[[], Sequence[float]] | None = None
         self._of_batch: tuple[float, int, Callable[[], float]] = (0, 0, float)
 
     def begin(self, data_spec: DataSpec, *, listens: bool = False, may_stop: bool = False) -> None:
         """Compare the dataloaders before they are read. Every rank must call this."""
         self._count_tokens = None
-        self._request = self.stops = (False, False)
-        self.has_new_duration = False
+        self.flags = ()
         loader = data_spec.dataloader
         same_num_batches = keeps_length(loader)
         # Only PyTorch may build the batches, of as many samples on every rank.
@@ -95,15 +91,9 @@ class Ranks:
             return has_batch
         return self._strategy.sum([int(has_batch)])[0] == self.world_size
 
-    def request_stop(self, *, is_final: bool) -> None:
-        """Send a request to stop with the counts of the next batch."""
-        self._request = True, is_final or self._request[1]
-
-    def any_stops(self, stops: bool, *, is_final: bool) -> tuple[bool, bool]:
-        """Return whether any rank stops training now, and whether a stop is final. Every rank must call this."""
-        own = stops or self._request[0], is_final or self._request[1]
-        stopping, stopping_finally = self._strategy.sum([int(each) for each in own])
-        return stopping > 0, stopping_finally > 0
+    def any(self, *flags: bool) -> Sequence[bool]:
+        """Return whether any rank has set each flag. Every rank must call this."""
+        return [total > 0 for total in self._strategy.sum([int(flag) for flag in flags])]
 
     def most(self, number: int) -> int:
         """Return the largest of the ranks' numbers. Every rank must call this."""
@@ -111,23 +101,21 @@ class Ranks:
         rank = get_global_rank()
         return max(sum_over_everybody([number if other == rank else 0 for other in range(get_world_size())]))
 
-    def start_total(
-        self, num_samples: float, num_tokens: int, end_batch_s: Callable[[], float], *, has_new_duration: bool = False
-    ) -> None:
-        """Start to add up the samples and tokens of a batch, and send requests to stop. Every rank must call this.
+    def start_total(self, num_samples: float, num_tokens: int, end_batch_s: Callable[[], float], *flags: bool) -> None:
+        """Start to add up the samples and tokens of a batch. Every rank must call this.
 
         Args:
             num_samples: Of this rank.
             num_tokens: Of this rank.
             end_batch_s: Returns the seconds since its last call. With several ranks it is called now, so that a batch
                 lasts from the start of the previous one to its own, on all ranks as on rank 0.
-            has_new_duration: Whether this rank has another `max_duration` than at the start of `fit`.
+            flags: Sent along, as many on every rank.
         """
         self._of_batch, self._total = (num_samples, num_tokens, end_batch_s), None
         if self._is_alone or (self.same_batch_size and not self.may_stop and self._count_tokens is False):
             return
-        flags = map(float, (*self._request, has_new_duration))
-        self._total = self._start_sum([float(num_samples), float(num_tokens), _of_rank_0(end_batch_s()), *flags])
+        counts = (num_samples, num_tokens, _of_rank_0(end_batch_s()), *flags)
+        self._total = self._start_sum([float(count) for count in counts])
 
     def total(self) -> tuple[int, int, float]:
         """Return the samples and tokens of the batch over all ranks, and its duration in seconds."""
@@ -136,8 +124,7 @@ class Ranks:
             return int(num_samples), num_tokens, end_batch_s()
         if self._total is not None:
             samples, tokens, seconds, *flags = self._total()
-            is_stopped, is_final, self.has_new_duration = (flag > 0 for flag in flags)
-            self.stops = is_stopped, is_final
+            self.flags = [flag > 0 for flag in flags]
             if self._count_tokens is None:
                 self._count_tokens = tokens > 0
             return round(samples), round(tokens), seconds

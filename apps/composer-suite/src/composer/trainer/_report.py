@@ -31,6 +31,7 @@ class TrainMetrics:
         self._model = model
         self._kept: Any = None
         self._shared: SharedMetrics | None = None
+        self._is_alone = get_world_size() == 1
         # The default eval_forward returns the outputs unchanged, so switching to eval mode would have no effect.
         self._reuses_outputs = type(model).eval_forward is ComposerModel.eval_forward
 
@@ -64,7 +65,11 @@ class TrainMetrics:
         """
         metrics = (self._state.train_metrics or {}).items()
         # compute() of torchmetrics warns before the first update.
-        values = compute_over_ranks({name: each for name, each in metrics if getattr(each, "update_called", True)})
+        updated = {name: each for name, each in metrics if getattr(each, "update_called", True)}
+        if self._is_alone:
+            values = {name: metric.compute() for name, metric in updated.items()}
+        else:
+            values = compute_over_ranks(updated)
         self._state.train_metric_values.update(values)
         return values
 
