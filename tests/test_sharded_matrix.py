@@ -254,6 +254,7 @@ ALGORITHMS = {
     "GyroDropout": Row(algorithm("GyroDropout", sigma=4, tau=2)),
     "LabelSmoothing": Row(algorithm("LabelSmoothing")),
     "LayerFreezing": Row(algorithm("LayerFreezing", 0.0), resumes=True),
+    "LogitSoftcap": Row(algorithm("LogitSoftcap", 1.0), "gpt2"),
     "LowPrecisionGroupNorm": Row(
         lambda _: {"algorithms": algorithms.LowPrecisionGroupNorm(), "precision": "amp_bf16"},
         "conv",
@@ -270,17 +271,22 @@ ALGORITHMS = {
     "MuP": Row(algorithm("MuP", 6), "gpt2"),
     "NoOpModel": Row(algorithm("NoOpModel")),
     "ProgressiveResizing": Row(algorithm("ProgressiveResizing", delay_fraction=0.2), "conv"),
+    "QKNorm": Row(algorithm("QKNorm"), "gpt2"),
     "RandAugment": Row(algorithm("RandAugment"), "conv"),
     "SAM": Row(algorithm("SAM"), "plain", resumes=True),
     "SelectiveBackprop": Row(algorithm("SelectiveBackprop", 0.0, 1.0)),
     "SeqLengthWarmup": Row(algorithm("SeqLengthWarmup", 0.5, 4, 16, 4), "gpt2"),
+    "SquaredReLU": Row(algorithm("SquaredReLU"), "gpt2"),
     "SqueezeExcite": Row(algorithm("SqueezeExcite", 4, 16), "conv"),
     "StochasticDepth by block, with use_same_gpu_seed": Row(
         algorithm("StochasticDepth", "ResNetBottleneck", use_same_gpu_seed=True), "residual"
     ),
     "StochasticDepth by sample": Row(algorithm("StochasticDepth", "ResNetBottleneck", "sample"), "residual"),
     "SWA": Row(algorithm("SWA", "0.3dur", "0.9dur", "1ba"), resumes=True),
+    "ValueResidual": Row(algorithm("ValueResidual"), "gpt2"),
     "WeightStandardization": Row(algorithm("WeightStandardization"), "conv"),
+    "ZLoss": Row(algorithm("ZLoss", 0.1)),
+    "ZeroInit": Row(algorithm("ZeroInit"), "gpt2"),
 }
 CALLBACKS = {
     "ActivationMonitor": Row(callback("ActivationMonitor", "2ba")),
@@ -346,6 +352,10 @@ SETTINGS = {
     ),
     "AdamW": Row(optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.01), tolerance=OF_ADAM),
     "DecoupledAdamW": Row(optimizer=lambda parameters: DecoupledAdamW(parameters, lr=0.01), tolerance=OF_ADAM),
+    "DecoupledAdamW with cautious and clipped updates": Row(
+        optimizer=lambda parameters: DecoupledAdamW(parameters, lr=0.01, cautious_updates=True, clip_updates=True),
+        tolerance=OF_ADAM,
+    ),
     "DecoupledSGDW": Row(optimizer=lambda parameters: DecoupledSGDW(parameters, lr=0.1, momentum=0.9)),
     "Adafactor": Row(optimizer=lambda parameters: torch.optim.Adafactor(parameters), outcome=REFUSED),
     "several optimizers": Row(optimizer=lambda parameters: three_optimizers(list(parameters)), resumes=True),

@@ -80,12 +80,19 @@ def residual():
 class Language(ComposerModel):
     """A small model of transformers, which predicts its own input."""
 
-    def __init__(self, name):
+    def __init__(self, name, n_layer=1):
         super().__init__()
         from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
         if name == "gpt2":
-            sizes = {"n_embd": 12, "n_layer": 1, "n_head": 3, "n_positions": 16, "bos_token_id": 1, "eos_token_id": 2}
+            sizes = {
+                "n_embd": 12,
+                "n_layer": n_layer,
+                "n_head": 3,
+                "n_positions": 16,
+                "bos_token_id": 1,
+                "eos_token_id": 2,
+            }
             config = GPT2Config(vocab_size=31, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, **sizes)
             self.model: Any = GPT2LMHeadModel(config)
         else:
@@ -130,6 +137,7 @@ MODELS = {
     "batch norm": (partial(classifier, partial(convolutions, nn.BatchNorm2d)), images),
     "residual": (partial(classifier, residual), images),
     "gpt2": (partial(Language, "gpt2"), sentences),
+    "gpt2 of two layers": (partial(Language, "gpt2", 2), sentences),
     "bert": (partial(Language, "bert"), sentences),
 }
 
@@ -177,6 +185,9 @@ ROWS = {
     ),
     "LabelSmoothing": Row(algorithms.LabelSmoothing),
     "LayerFreezing": Row(partial(algorithms.LayerFreezing, 0.0)),
+    "LogitSoftcap": Row(
+        partial(algorithms.LogitSoftcap, 1.0), "gpt2", partial(functional.apply_logit_softcap, cap=1.0)
+    ),
     "LowPrecisionGroupNorm": Row(
         algorithms.LowPrecisionGroupNorm,
         "conv",
@@ -199,10 +210,12 @@ ROWS = {
     ),
     "NoOpModel": Row(algorithms.NoOpModel),
     "ProgressiveResizing": Row(partial(algorithms.ProgressiveResizing, delay_fraction=0.2), "conv"),
+    "QKNorm": Row(algorithms.QKNorm, "gpt2", functional.apply_qk_norm),
     "RandAugment": Row(algorithms.RandAugment, "conv", reasons=PER_BATCH),
     "SAM": Row(algorithms.SAM),
     "SelectiveBackprop": Row(partial(algorithms.SelectiveBackprop, 0.0, 1.0), reasons=PER_BATCH),
     "SeqLengthWarmup": Row(partial(algorithms.SeqLengthWarmup, 0.5, 4, 16, 4), "gpt2"),
+    "SquaredReLU": Row(algorithms.SquaredReLU, "gpt2", functional.apply_squared_relu),
     "SqueezeExcite": Row(
         partial(algorithms.SqueezeExcite, 4, 16),
         "conv",
@@ -215,13 +228,20 @@ ROWS = {
         reasons={**PER_MICROBATCH, "sharded": "shared draws"},
     ),
     "SWA": Row(partial(algorithms.SWA, "0.3dur", "0.8dur", "1ba")),
+    "ValueResidual": Row(algorithms.ValueResidual, "gpt2 of two layers", functional.apply_value_residual),
     "WeightStandardization": Row(algorithms.WeightStandardization, "conv", functional.apply_weight_standardization),
+    "ZLoss": Row(partial(algorithms.ZLoss, 0.1)),
+    "ZeroInit": Row(algorithms.ZeroInit, "gpt2", functional.apply_zero_init),
 }
 
 
 # Under each strategy. The blocks that one process drops are those that all ranks drop if they share a seed.
+TRANSFORMERS = [algorithms.LogitSoftcap, algorithms.QKNorm, algorithms.SquaredReLU, algorithms.ValueResidual]
+TRANSFORMERS = {each.__name__: each for each in (*TRANSFORMERS, algorithms.ZeroInit)}
 METHODS = {
-    **ROWS,
+    **{name: row for name, row in ROWS.items() if name not in TRANSFORMERS},
+    # They act once, on parts of the model that differ, so one row has all of them.
+    ", ".join(TRANSFORMERS): Row(lambda: [make() for make in TRANSFORMERS.values()], "gpt2 of two layers"),
     # The model has its weights in bfloat16 under DeepSpeed, whose optimizer moves float32 copies of them.
     "EMA (amp_bf16)": Row(partial(algorithms.EMA, "2ba"), precision="amp_bf16"),
     "SWA (amp_bf16)": Row(partial(algorithms.SWA, "0.3dur", "0.8dur", "1ba"), precision="amp_bf16"),

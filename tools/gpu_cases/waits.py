@@ -1,6 +1,7 @@
 """Where a training step waits for the GPU: each row trains a few batches and lists the lines that synchronize."""
 
 import functools
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,9 +14,10 @@ from torchmetrics.classification import MulticlassAccuracy
 from composer import algorithms, callbacks
 from composer.core import Algorithm, Callback
 from composer.loggers import ConsoleLogger, InMemoryLogger
-from composer.models import ComposerModel
+from composer.models import ComposerClassifier, ComposerModel
+from composer.trainer.divergence import OnDivergence
 from composer_dist import Device
-from composer_optim import DecoupledAdamW, DecoupledSGDW
+from composer_optim import DecoupledAdamW, DecoupledSGDW, Muon
 from gpu_cases.methods import IMAGE_METHODS
 from gpu_cases.subjects import (
     LENGTH,
@@ -33,7 +35,11 @@ WARM_UP, COUNTED = 6, 4
 # How often a step may wait, where that is not never.
 ALLOWED = {
     "AdamW, amp_fp16": 1.0,  # GradScaler itself, unless the optimizer is fused
-    "AdamW, skip": 2.0,  # needs to know before it steps
+    "AdamW, skip": 1.0,  # needs to know before it steps
+    "AdamW, spike_factor": 1.0,
+    "asynchronous save, every batch": 1.0,  # may only save weights that are finite
+    "EarlyStopper, every batch": 1.0,
+    "ThresholdStopper, every batch": 1.0,
     "NaNMonitor": 1.0,
     "ConsoleLogger, every 2": 0.5,  # prints numbers
 }
@@ -42,6 +48,10 @@ ALLOWED = {
 def _metrics_model() -> ComposerModel:
     metric = MulticlassAccuracy(NUM_CLASSES, average="micro")
     return ComposerModel.from_module(make_network(), F.cross_entropy, metrics=metric)
+
+
+def _classifier() -> ComposerModel:
+    return ComposerClassifier(make_network(), num_classes=NUM_CLASSES)
 
 
 Row = Callable[[str | Device], Counter[str]]
@@ -80,7 +90,7 @@ def make_rows() -> Mapping[str, Row]:
     plain, text = (make_network, make_batches), (make_gpt, make_sentences)
     fused = {"optimizers": _adamw(fused=True)}
     sharded = {"parallelism_config": {"fsdp": {}}, **fused}
-    optimizers: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    optimizers: dict[str, Callable[[nn.Module], Any]] = {
         "AdamW": _adamw(),
         "AdamW, fused": _adamw(fused=True),
         "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
@@ -88,7 +98,15 @@ def make_rows() -> Mapping[str, Row]:
         "RAdam": lambda model: torch.optim.RAdam(model.parameters()),
         "DecoupledAdamW": lambda model: DecoupledAdamW(model.parameters(), lr=1e-3),
         "DecoupledSGDW": lambda model: DecoupledSGDW(model.parameters(), lr=0.1, momentum=0.9),
+        "Muon": lambda model: Muon(model, lr=1e-2),
+        "two optimizers": lambda model: [
+            torch.optim.SGD(list(model.parameters())[:2], lr=0.1),
+            torch.optim.AdamW(list(model.parameters())[2:], lr=1e-3),
+        ],
     }
+    others = torch.optim.NAdam, torch.optim.RMSprop, torch.optim.Adamax, torch.optim.Adadelta, torch.optim.Rprop
+    for kind in others:
+        optimizers[kind.__name__] = lambda model, kind=kind: kind(model.parameters(), lr=1e-3)
     rows = {name: _row(*plain, optimizers=make) for name, make in optimizers.items()}
     rows |= {  # fused by default
         "DecoupledAdamW, skip": _row(*plain, optimizers=optimizers["DecoupledAdamW"], on_divergence="skip"),
@@ -98,6 +116,7 @@ def make_rows() -> Mapping[str, Row]:
     rows |= {
         "AdamW, skip": _row(*plain, optimizers=_adamw(), on_divergence="skip"),
         "AdamW fused, skip": _row(*plain, on_divergence="skip", **fused),
+        "AdamW, spike_factor": _row(*plain, optimizers=_adamw(), on_divergence=OnDivergence(spike_factor=1e6)),
         "AdamW, rollback": _row(*plain, optimizers=_adamw(), on_divergence="rollback"),
         "progress bar": _row(*plain, progress_bar=True, **fused),
         "ConsoleLogger, every 2": _row(*plain, loggers=ConsoleLogger(log_interval="2ba"), **fused),
@@ -129,6 +148,8 @@ def make_rows() -> Mapping[str, Row]:
         "ChannelsLast": algorithms.ChannelsLast,
         "LayerFreezing": lambda: algorithms.LayerFreezing(freeze_start=0.0, freeze_level=0.6),
         "SWA": lambda: algorithms.SWA(swa_start="0.2dur", swa_end="0.9dur", update_interval="1ba"),
+        "Factorize": lambda: algorithms.Factorize(min_channels=8, min_features=8, latent_channels=4, latent_features=4),
+        "NoOpModel": algorithms.NoOpModel,
     }
     for name, make in image_methods.items():
         rows[name] = _row(make_convolutional, make_images, algorithms=_made(make), precision="amp_bf16", **fused)
@@ -137,6 +158,8 @@ def make_rows() -> Mapping[str, Row]:
     text_methods: dict[str, Callable[[], Algorithm]] = {
         "SeqLengthWarmup": lambda: algorithms.SeqLengthWarmup(max_seq_length=LENGTH),
         "LowPrecisionLayerNorm": algorithms.LowPrecisionLayerNorm,
+        "Alibi": lambda: algorithms.Alibi(max_sequence_length=LENGTH),
+        "MuP": lambda: algorithms.MuP(base_width=16),
     }
     for name, make in text_methods.items():
         rows[name] = _row(*text, algorithms=_made(make), precision="amp_bf16", **fused)
@@ -152,7 +175,21 @@ def make_rows() -> Mapping[str, Row]:
     }
     for name, make in watchers.items():
         rows[name] = _row(*plain, callbacks=lambda _, make=make: [make()], **fused)
+    stoppers: dict[str, Callable[[], Callback]] = {
+        "EarlyStopper, every batch": lambda: callbacks.EarlyStopper("MulticlassAccuracy", "train", patience="99ba"),
+        "ThresholdStopper, every batch": lambda: callbacks.ThresholdStopper(
+            "MulticlassAccuracy", "train", 2.0, stop_on_batch=True
+        ),
+    }
+    for name, make in stoppers.items():
+        rows[name] = _row(_classifier, make_batches, callbacks=lambda _, make=make: [make()], **fused)
+    rows["asynchronous save, every batch"] = _row(*plain, callbacks=lambda _: [_saver()], **fused)
     return rows
+
+
+def _saver() -> Callback:
+    folder = tempfile.mkdtemp()
+    return callbacks.CheckpointSaver(folder, save_interval="1ba", num_checkpoints_to_keep=1, async_save=True)
 
 
 def _made(make: Callable[[], Algorithm]) -> Callable[[nn.Module], Algorithm]:

@@ -243,6 +243,18 @@ IMPORT_MAP = [
     ),
     ("EMAParameters get_model_context_manager", "composer_algorithms.ema", "composer.algorithms.ema.ema"),
     ("MuP", "composer_algorithms.mup", "composer_algorithms composer.algorithms"),
+    (
+        "LogitSoftcap QKNorm SquaredReLU ValueResidual ZeroInit",
+        "composer_algorithms.transformer_surgery",
+        "composer_algorithms composer.algorithms",
+    ),
+    (
+        "apply_logit_softcap apply_qk_norm apply_squared_relu apply_value_residual apply_zero_init",
+        "composer_algorithms.transformer_surgery",
+        "composer_algorithms.functional composer.functional",
+    ),
+    ("ZLoss", "composer_algorithms.z_loss", "composer_algorithms composer.algorithms"),
+    ("z_loss", "composer_algorithms.z_loss", "composer_algorithms.functional composer.functional"),
     ("apply_mup", "composer_algorithms.mup", "composer_algorithms.functional composer.functional"),
     (
         "MixUp",

@@ -229,6 +229,7 @@ WITH_ARGUMENTS = {
     "MuP": {"base_width": 64},
     "SelectiveBackprop": {"start": 0.0, "end": 1.0, "keep": 1.0, "scale_factor": 1.0, "interrupt": 0},
     "StochasticDepth": {"target_layer_name": "ResNetBasicBlock", "drop_rate": 1.0, "drop_distribution": "uniform"},
+    "ZLoss": {"coefficient": 0.1},
 }
 
 

@@ -42,6 +42,7 @@ def test_smoothing_and_interval_follow_from_either_argument(arguments, smoothing
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"power": 3.0}, "power=3.0 must be used without half_life"),
         ({"half_life": None}, "exactly one of the two"),
         ({"smoothing": 0.9}, "exactly one of the two"),
         ({"half_life": None, "smoothing": 1.5}, "smoothing=1.5"),
@@ -69,16 +70,22 @@ def test_train_with_ema_weights_false_is_accepted_as_an_old_spelling():
 
 @pytest.mark.parametrize(
     "ema",
-    [EMA(), EMA("2ep", ema_start="0.5dur", update_interval="1ep"), EMA(None, 0.75, "3ba", "2ba", warmup=True)],
+    [
+        EMA(),
+        EMA("2ep", ema_start="0.5dur", update_interval="1ep"),
+        EMA(None, 0.75, "3ba", "2ba", warmup=True),
+        EMA(None, power=3),
+    ],
     ids=repr,
 )
 def test_the_repr_builds_an_equal_one(ema):
     again = eval(repr(ema))
-    assert (again.smoothing, again.update_interval, again.ema_start, again.warmup) == (
+    assert (again.smoothing, again.update_interval, again.ema_start, again.warmup, again.power) == (
         ema.smoothing,
         ema.update_interval,
         ema.ema_start,
         ema.warmup,
+        ema.power,
     )
 
 
@@ -195,6 +202,28 @@ def test_warmup_forgets_the_beginning_quickly(state):
         expected = smoothing * expected + (1 - smoothing)
         # float32 against double, errors of 200 steps
         assert ema.ema_model.named_parameters_dict["last.bias"][0].item() == pytest.approx(expected, abs=1e-5)
+
+
+def test_with_a_power_weights_count_by_a_power_of_their_time_also_in_a_resumed_run(state):
+    power, num_updates = 6.94, 400
+    ema = EMA(half_life=None, power=power)
+    state.timestamp = Timestamp(batch=1)
+    act(ema, state, Event.INIT, Event.BATCH_END)
+    for update in range(1, num_updates + 1):
+        if update == num_updates // 2:
+            saved, ema = ema.state_dict(), EMA(half_life=None, power=power)
+            act(ema, state, Event.INIT)
+            ema.load_state_dict(saved)
+        move_weights(state.model, update / num_updates)
+        act(ema, state, Event.BATCH_END)
+    found = ema.ema_model.named_parameters_dict["last.bias"][0].item()
+    # The integral of x * (power + 1) * x^power from 0 to 1, which steps of 1 / num_updates approximate.
+    assert found == pytest.approx((power + 1) / (power + 2), abs=1 / num_updates)
+    exact, kept = 0.0, 1.0
+    for update in range(num_updates, 0, -1):
+        smoothing = (1 - 1 / update) ** (power + 1)
+        exact, kept = exact + kept * (1 - smoothing) * update / num_updates, kept * smoothing
+    assert found == pytest.approx(exact, abs=1e-5)  # float32 against double, errors of 400 steps
 
 
 def test_evaluation_sees_the_average_and_training_its_own_weights(state, started):

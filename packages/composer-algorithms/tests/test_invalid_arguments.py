@@ -21,6 +21,7 @@ NUMBERS = {
     "GyroDropout": ["p"],
     "LabelSmoothing": ["smoothing"],
     "LayerFreezing": ["freeze_start", "freeze_level"],
+    "LogitSoftcap": ["cap"],
     "MixUp": ["alpha"],
     "ProgressiveResizing": ["initial_scale", "finetune_fraction", "delay_fraction"],
     "RandAugment": ["severity"],
@@ -29,6 +30,7 @@ NUMBERS = {
     "SeqLengthWarmup": ["duration"],
     "SqueezeExcite": ["latent_channels", "min_channels"],
     "StochasticDepth": ["drop_rate"],
+    "ZLoss": ["coefficient"],
 }
 COUNTS = {
     "Alibi": ["max_sequence_length"],

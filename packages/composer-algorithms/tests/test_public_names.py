@@ -39,23 +39,27 @@ from composer_algorithms import (
     squeeze_excite,
     stochastic_depth,
     swa,
+    transformer_surgery,
     weight_standardization,
+    z_loss,
 )
 
 OF_THE_PACKAGE = (
     "AGC Alibi AugMix AugmentAndMixTransform BlurPool ChannelsLast ColOut ColOutTransform CutMix CutOut "
     "CutOutTransform EMA Factorize GatedLinearUnits GhostBatchNorm GradientClipping GyroDropout LabelSmoothing "
-    "LayerFreezing LowPrecisionGroupNorm LowPrecisionLayerNorm Metadata MixUp MuP NoOpModel ProgressiveResizing "
-    "RandAugment RandAugmentTransform SAM SAMOptimizer SWA SelectiveBackprop SeqLengthWarmup SqueezeExcite "
-    "StochasticDepth WeightStandardization add_vision_dataset_transform all_metadata coord_check __version__"
+    "LayerFreezing LogitSoftcap LowPrecisionGroupNorm LowPrecisionLayerNorm Metadata MixUp MuP NoOpModel "
+    "ProgressiveResizing QKNorm RandAugment RandAugmentTransform SAM SAMOptimizer SWA SelectiveBackprop "
+    "SeqLengthWarmup SquaredReLU SqueezeExcite StochasticDepth ValueResidual WeightStandardization ZLoss ZeroInit "
+    "__version__ add_vision_dataset_transform all_metadata coord_check"
 )
 FUNCTIONS = (
     "apply_agc apply_alibi apply_blurpool apply_channels_last apply_factorization apply_gated_linear_units "
-    "apply_ghost_batchnorm apply_gradient_clipping apply_gyro_dropout apply_low_precision_groupnorm "
-    "apply_low_precision_layernorm apply_mup apply_squeeze_excite apply_stochastic_depth apply_weight_standardization "
-    "augmix_image colout_batch compute_ema cutmix cutmix_batch cutout_batch freeze_layers mixup_batch "
-    "randaugment_image resize_batch select_using_loss selective_backprop set_batch_sequence_length "
-    "should_selective_backprop smooth_labels"
+    "apply_ghost_batchnorm apply_gradient_clipping apply_gyro_dropout apply_logit_softcap "
+    "apply_low_precision_groupnorm apply_low_precision_layernorm apply_mup apply_qk_norm apply_squared_relu "
+    "apply_squeeze_excite apply_stochastic_depth apply_value_residual apply_weight_standardization "
+    "apply_zero_init augmix_image colout_batch compute_ema cutmix cutmix_batch cutout_batch freeze_layers "
+    "mixup_batch randaugment_image resize_batch select_using_loss selective_backprop set_batch_sequence_length "
+    "should_selective_backprop smooth_labels z_loss"
 )
 
 
@@ -117,6 +121,12 @@ FUNCTIONS = (
         ),
         (weight_standardization, "WeightStandardization apply_weight_standardization METADATA"),
         (swa, "SWA METADATA"),
+        (z_loss, "METADATA ZLoss z_loss"),
+        (
+            transformer_surgery,
+            "LogitSoftcap QKNorm SquaredReLU ValueResidual ZeroInit apply_logit_softcap apply_qk_norm "
+            "apply_squared_relu apply_value_residual apply_zero_init",
+        ),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -54,6 +54,17 @@ def test_a_training_loop_ends_with_the_weights_of_the_cpu(accelerator):
         torch.testing.assert_close(tensor.cpu(), expected.state_dict()[name], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("function", [nn.functional.silu, nn.functional.mish, nn.functional.gelu])
+def test_activations_have_the_gradients_of_the_cpu(accelerator, function):
+    values = torch.linspace(-4, 4, 101)
+    gradients = []
+    for device in ("simgpu", "cpu"):
+        inputs = values.clone().to(device).requires_grad_()
+        function(inputs).sum().backward()
+        gradients.append(inputs.grad.cpu())
+    assert gradients[0].equal(gradients[1])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_computes_layers_in_low_precision_and_losses_in_float32(accelerator, dtype):
     network, outputs, loss = train("simgpu", dtype)

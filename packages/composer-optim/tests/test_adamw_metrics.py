@@ -26,11 +26,13 @@ def step_once(param, **options):
     return optimizer
 
 
-@pytest.mark.parametrize("amsgrad", [False, True])
-def test_each_parameter_gets_four_norms(amsgrad):
+@pytest.mark.parametrize(
+    "options", [{}, {"amsgrad": True}, {"cautious_updates": True}, {"clip_updates": True}], ids=str
+)
+def test_each_parameter_gets_four_norms(options):
     before = torch.tensor([3.0, 4.0, 12.0], dtype=torch.float64)
     param = before.clone().requires_grad_()
-    optimizer = step_once(param, amsgrad=amsgrad)
+    optimizer = step_once(param, **options)
     metrics = optimizer.report_per_parameter_metrics(param, "layer.weight", {"already": torch.tensor(1.0)})
     assert set(metrics) == {
         "already",

@@ -60,7 +60,7 @@ def plain_sgdw(rates, weight_decay, momentum, dampening, nesterov):
     return weights
 
 
-def plain_adamw(rates, weight_decay, amsgrad, betas=(0.9, 0.95), eps=1e-8):
+def plain_adamw(rates, weight_decay, amsgrad=False, betas=(0.9, 0.95), eps=1e-8, cautious=False, clip=False):
     """The rule of the paper, one number at a time in Python's floats."""
     weights = [param.detach().flatten().tolist() for param in make_params()]
     moments = [[(0.0, 0.0, 0.0)] * len(each) for each in weights]
@@ -68,6 +68,7 @@ def plain_adamw(rates, weight_decay, amsgrad, betas=(0.9, 0.95), eps=1e-8):
     for step, lr in enumerate(rates):
         set_grads(grads, step)
         for each, moments_of, grad_of in zip(weights, moments, grads, strict=True):
+            updates, agreeing, ratios = [], [], []
             for i, grad in enumerate(grad_of.grad.flatten().tolist()):
                 first, second, largest = moments_of[i]
                 first = betas[0] * first + (1 - betas[0]) * grad
@@ -76,9 +77,15 @@ def plain_adamw(rates, weight_decay, amsgrad, betas=(0.9, 0.95), eps=1e-8):
                 moments_of[i] = first, second, largest
                 root = math.sqrt(largest if amsgrad else second)
                 each[i] *= 1 - lr / rates[0] * weight_decay
-                each[i] -= (
+                updates.append(
                     lr / (1 - betas[0] ** (step + 1)) * first / (root / math.sqrt(1 - betas[1] ** (step + 1)) + eps)
                 )
+                agreeing.append(first * grad > 0 or not cautious)
+                ratios.append(grad**2 * (1 - betas[1] ** (step + 1)) / second)
+            factor = len(updates) / (sum(agreeing) + 1) if cautious else 1
+            factor /= max(1, math.sqrt(sum(ratios) / len(ratios))) if clip else 1
+            for i, update in enumerate(updates):
+                each[i] -= factor * agreeing[i] * update
     return weights
 
 
@@ -111,6 +118,40 @@ def test_adamw_follows_the_rule(kernel, weight_decay, amsgrad):
     assert_close([param.detach().flatten().tolist() for param in params], expected, rtol=0, atol=1e-13)
 
 
+CHANGES = [{"cautious_updates": True}, {"clip_updates": True}, {"cautious_updates": True, "clip_updates": True}]
+
+
+@kernels
+@pytest.mark.parametrize("changes", CHANGES, ids=str)
+def test_adamw_masks_and_clips_its_updates_and_resumes_so(kernel, changes):
+    optimizer = DecoupledAdamW(make_params(), 0.1, weight_decay=5e-4, **changes, **kernel)
+    params = train(optimizer, RATES[:2])
+    saved = copy.deepcopy(optimizer.state_dict())
+    resumed = DecoupledAdamW([param.detach().clone().requires_grad_() for param in params], 1.0)
+    resumed.load_state_dict(saved)
+    expected = plain_adamw(RATES, 5e-4, cautious=changes.get("cautious_updates"), clip=changes.get("clip_updates"))
+    for each in (optimizer, resumed):
+        of_each = [param for group in each.param_groups for param in group["params"]]
+        for step, lr in list(enumerate(RATES))[2:]:
+            each.param_groups[0]["lr"] = lr
+            set_grads(of_each, step)
+            each.step()
+        # PyTorch counts steps in float32, so 1 - 0.95 is known to one part in ten million where it is a tensor.
+        assert_close([param.detach().flatten().tolist() for param in of_each], expected, rtol=0, atol=1e-6)
+
+
+def test_the_updates_of_a_state_of_torchs_adamw_are_masked_as_asked_for():
+    theirs = torch.optim.AdamW(make_params(), lr=0.1, weight_decay=0.0)
+    train(theirs, RATES[:1])
+    mine = DecoupledAdamW(make_params(), lr=0.1, cautious_updates=True)
+    mine.load_state_dict(theirs.state_dict())
+    assert [group["cautious_updates"] for group in mine.param_groups] == [True]
+    with pytest.raises(ValueError, match="must be False for complex parameters"):
+        DecoupledAdamW([torch.ones(2, dtype=torch.complex64, requires_grad=True)], clip_updates=True)
+    with pytest.raises(TypeError, match="clip_updates='yes'"):
+        DecoupledAdamW(make_params(), clip_updates="yes")
+
+
 @kernels
 def test_adamw_is_torchs_with_the_weight_decay_divided_by_the_initial_learning_rate(kernel):
     mine = DecoupledAdamW(make_params(torch.float32), lr=0.1, betas=(0.8, 0.9), weight_decay=5e-4, **kernel)
@@ -127,7 +168,14 @@ def test_adamw_in_float32_is_within_a_rounding_of_the_rule():
 
 
 @kernels
-@pytest.mark.parametrize(("make", "options"), [(DecoupledSGDW, {"momentum": 0.9}), (DecoupledAdamW, {"amsgrad": True})])
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (DecoupledSGDW, {"momentum": 0.9}),
+        (DecoupledAdamW, {"amsgrad": True}),
+        (DecoupledAdamW, {"cautious_updates": True}),
+    ],
+)
 def test_maximize_is_descent_along_the_negated_gradient_with_the_same_decay(make, options, kernel):
     up = make(make_params(), lr=0.1, weight_decay=5e-4, maximize=True, **options, **kernel)
     down = make(make_params(), lr=0.1, weight_decay=5e-4, **options, **kernel)

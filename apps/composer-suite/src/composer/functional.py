@@ -39,7 +39,13 @@ if TYPE_CHECKING:
     from composer_algorithms.seq_length_warmup import set_batch_sequence_length as set_batch_sequence_length
     from composer_algorithms.squeeze_excite import apply_squeeze_excite as apply_squeeze_excite
     from composer_algorithms.stochastic_depth import apply_stochastic_depth as apply_stochastic_depth
+    from composer_algorithms.transformer_surgery import apply_logit_softcap as apply_logit_softcap
+    from composer_algorithms.transformer_surgery import apply_qk_norm as apply_qk_norm
+    from composer_algorithms.transformer_surgery import apply_squared_relu as apply_squared_relu
+    from composer_algorithms.transformer_surgery import apply_value_residual as apply_value_residual
+    from composer_algorithms.transformer_surgery import apply_zero_init as apply_zero_init
     from composer_algorithms.weight_standardization import apply_weight_standardization as apply_weight_standardization
+    from composer_algorithms.z_loss import z_loss as z_loss
 __all__ = [
     "apply_alibi",
     "augmix_image",
@@ -70,7 +76,13 @@ __all__ = [
     "set_batch_sequence_length",
     "apply_squeeze_excite",
     "apply_stochastic_depth",
+    "apply_logit_softcap",
+    "apply_qk_norm",
+    "apply_squared_relu",
+    "apply_value_residual",
+    "apply_zero_init",
     "apply_weight_standardization",
+    "z_loss",
 ]
 __getattr__, __dir__ = lazy_face(
     __name__,
@@ -104,7 +116,15 @@ __getattr__, __dir__ = lazy_face(
         "composer_algorithms.seq_length_warmup": ["set_batch_sequence_length"],
         "composer_algorithms.squeeze_excite": ["apply_squeeze_excite"],
         "composer_algorithms.stochastic_depth": ["apply_stochastic_depth"],
+        "composer_algorithms.transformer_surgery": [
+            "apply_logit_softcap",
+            "apply_qk_norm",
+            "apply_squared_relu",
+            "apply_value_residual",
+            "apply_zero_init",
+        ],
         "composer_algorithms.weight_standardization": ["apply_weight_standardization"],
+        "composer_algorithms.z_loss": ["z_loss"],
     },
     renamed={"apply_fused_layernorm": "composer_algorithms.functional.apply_low_precision_layernorm"},
 )

@@ -1,7 +1,8 @@
 """Published training speed-up methods, each as a function for any training loop and as an `Algorithm` for an `Engine`.
 
-`composer_algorithms.functional` collects the functions. Each method has a module of its own, such as
-`composer_algorithms.mixup`, with both forms and `METADATA`, its row in the table of methods.
+`composer_algorithms.functional` collects the functions. Most methods have a module of their own, such as
+`composer_algorithms.mixup`, with both forms and `METADATA`, its row in the table of methods. Small changes to
+transformers are in `composer_algorithms.transformer_surgery`.
 """
 
 from importlib import import_module
@@ -46,7 +47,13 @@ if TYPE_CHECKING:
     from composer_algorithms.squeeze_excite import SqueezeExcite as SqueezeExcite
     from composer_algorithms.stochastic_depth import StochasticDepth as StochasticDepth
     from composer_algorithms.swa import SWA as SWA
+    from composer_algorithms.transformer_surgery import LogitSoftcap as LogitSoftcap
+    from composer_algorithms.transformer_surgery import QKNorm as QKNorm
+    from composer_algorithms.transformer_surgery import SquaredReLU as SquaredReLU
+    from composer_algorithms.transformer_surgery import ValueResidual as ValueResidual
+    from composer_algorithms.transformer_surgery import ZeroInit as ZeroInit
     from composer_algorithms.weight_standardization import WeightStandardization as WeightStandardization
+    from composer_algorithms.z_loss import ZLoss as ZLoss
 
     __version__: str
 
@@ -73,6 +80,7 @@ _HOME = {
     "GyroDropout": "gyro_dropout",
     "LabelSmoothing": "label_smoothing",
     "LayerFreezing": "layer_freezing",
+    "LogitSoftcap": "transformer_surgery",
     "LowPrecisionGroupNorm": "low_precision_groupnorm",
     "LowPrecisionLayerNorm": "low_precision_layernorm",
     "Metadata": "metadata",
@@ -81,16 +89,21 @@ _HOME = {
     "coord_check": "mup",
     "NoOpModel": "no_op_model",
     "ProgressiveResizing": "progressive_resizing",
+    "QKNorm": "transformer_surgery",
     "RandAugment": "randaugment",
     "RandAugmentTransform": "randaugment",
     "SAM": "sam",
     "SAMOptimizer": "sam",
     "SelectiveBackprop": "selective_backprop",
     "SeqLengthWarmup": "seq_length_warmup",
+    "SquaredReLU": "transformer_surgery",
     "SqueezeExcite": "squeeze_excite",
     "StochasticDepth": "stochastic_depth",
     "SWA": "swa",
+    "ValueResidual": "transformer_surgery",
     "WeightStandardization": "weight_standardization",
+    "ZeroInit": "transformer_surgery",
+    "ZLoss": "z_loss",
 }
 
 __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]  # the names are those of the TYPE_CHECKING block above

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from composer_algorithms._arguments import warn_deprecated
+from composer_algorithms._arguments import check_interval, warn_deprecated
 from composer_algorithms._averaging import EMAParameters, averaging_settings, compute_ema, start_time
 from composer_algorithms._method import Method, is_reached
 from composer_algorithms.metadata import METHODS
@@ -119,11 +119,14 @@ class EMA(Method):
             `smoothing`.
         warmup: Use at most `(1 + t) / (10 + t)` as the smoothing of update number `t`, so that the average quickly
             forgets its beginning.
+        power: Use `(1 - 1 / t) ** (power + 1)` as the smoothing of update number `t`, from 1 on, 0 or more. The average
+            covers the same fraction of training at any time: its weights grow with `t ** power`. Requires
+            `half_life=None`. A standard deviation of 5% of training is 16.97, of 10% is 6.94.
         train_with_ema_weights: Argument of Composer 0.7. Only `False` is accepted, which does nothing.
 
     Raises:
-        ValueError: If both or neither of `half_life` and `smoothing` are given, a time has an invalid unit, the units
-            of `half_life` and `update_interval` differ, or `train_with_ema_weights` is true.
+        ValueError: If not exactly one of `half_life`, `smoothing` and `power` is given, a time has an invalid unit, the
+            units of `half_life` and `update_interval` differ, or `train_with_ema_weights` is true.
 
     Example:
         >>> algorithm = EMA(half_life="100ba", update_interval="20ba")
@@ -131,7 +134,8 @@ class EMA(Method):
         0.8706
 
     Reference:
-        TensorFlow's `ExponentialMovingAverage`, where `warmup` is the effect of `num_updates`.
+        TensorFlow's `ExponentialMovingAverage`, where `warmup` is the effect of `num_updates`. For `power`: Karras et
+        al., "Analyzing and Improving the Training Dynamics of Diffusion Models", CVPR 2024, arXiv:2312.02696, eq. (4).
     """
 
     surgery_rank = 7  # after the algorithms that rebuild the model
@@ -152,6 +156,7 @@ class EMA(Method):
         update_interval: str | Time[Any] | None = None,
         *,
         warmup: bool = False,
+        power: float | None = None,
         train_with_ema_weights: bool | None = None,
     ) -> None:
         if train_with_ema_weights:
@@ -161,6 +166,15 @@ class EMA(Method):
             )
         if train_with_ema_weights is not None:
             warn_deprecated("EMA(train_with_ema_weights=False) is what EMA always does: leave it out.", stacklevel=2)
+        if power is not None:
+            check_interval("[0, inf)", power=power)
+            if half_life is not None or smoothing is not None:
+                raise ValueError(
+                    f"power={power!r} must be used without half_life and smoothing; got half_life={half_life!r} and "
+                    f"smoothing={smoothing!r}. half_life has a default, so power also needs half_life=None."
+                )
+            smoothing = 0.0  # of the first update
+        self.power = power
         self.smoothing, self.update_interval = averaging_settings(half_life, smoothing, update_interval)
         self.half_life = half_life
         self.ema_start = start_time(ema_start)
@@ -301,10 +315,11 @@ class EMA(Method):
 
     def __repr__(self) -> str:
         half_life = None if self.half_life is None else str(self.half_life)
-        smoothing = self.smoothing if self.half_life is None else None
+        smoothing = self.smoothing if self.half_life is None and self.power is None else None
+        power = "" if self.power is None else f", power={self.power!r}"
         return (
             f"EMA(half_life={half_life!r}, smoothing={smoothing!r}, ema_start={str(self.ema_start)!r}, "
-            f"update_interval={str(self.update_interval)!r}, warmup={self.warmup!r})"
+            f"update_interval={str(self.update_interval)!r}, warmup={self.warmup!r}{power})"
         )
 
     def _reset(self) -> None:
@@ -325,6 +340,8 @@ class EMA(Method):
             self.ema_started, self._starts_now = True, False
             self.num_updates = 0
         elif self._is_update_due(state):
+            if self.power is not None:
+                self.smoothing = (self.num_updates / (self.num_updates + 1)) ** (self.power + 1)
             smoothing = self.smoothing
             if self.warmup:
                 smoothing = min(smoothing, (1 + self.num_updates) / (10 + self.num_updates))

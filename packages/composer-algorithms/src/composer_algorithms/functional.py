@@ -29,6 +29,12 @@ from composer_algorithms.selective_backprop import should_selective_backprop as 
 from composer_algorithms.seq_length_warmup import set_batch_sequence_length as set_batch_sequence_length
 from composer_algorithms.squeeze_excite import apply_squeeze_excite as apply_squeeze_excite
 from composer_algorithms.stochastic_depth import apply_stochastic_depth as apply_stochastic_depth
+from composer_algorithms.transformer_surgery import apply_logit_softcap as apply_logit_softcap
+from composer_algorithms.transformer_surgery import apply_qk_norm as apply_qk_norm
+from composer_algorithms.transformer_surgery import apply_squared_relu as apply_squared_relu
+from composer_algorithms.transformer_surgery import apply_value_residual as apply_value_residual
+from composer_algorithms.transformer_surgery import apply_zero_init as apply_zero_init
 from composer_algorithms.weight_standardization import apply_weight_standardization as apply_weight_standardization
+from composer_algorithms.z_loss import z_loss as z_loss
 
 __all__ = [name for name in dir() if not name.startswith("_")]  # pyright: ignore[reportUnsupportedDunderAll]

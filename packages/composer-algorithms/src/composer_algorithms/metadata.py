@@ -44,7 +44,7 @@ def all_metadata() -> dict[str, Metadata]:
     """Return the metadata of every method.
 
     Returns:
-        Metadata by the name of the method's module, such as `'mixup'`, in alphabetical order.
+        Metadata by the name of the method's page, such as `'mixup'`, in alphabetical order.
 
     Example:
         >>> all_metadata()["mixup"].functional

@@ -446,8 +446,10 @@ def register_backend(**streams: Any) -> None:
             packet, _, overload = each.partition(".")
             operation = getattr(getattr(_aten, packet), overload or "default")
             library.impl(operation, _autocast_kernel(operation, dtype_for), "AutocastPrivateUse1")
-    # `torch.tensor` and threads without the mode reach these.
-    for operation in (_aten.empty.memory_format, _aten.empty_strided.default, _aten.copy_.default):
+    # `torch.tensor` and threads without the mode reach the first ones; autograd would decompose the last ones, of which
+    # CPU and CUDA have kernels.
+    made = _aten.empty.memory_format, _aten.empty_strided.default, _aten.copy_.default
+    for operation in (*made, _aten.silu_backward.default, _aten.mish_backward.default):
         library.impl(operation, _kernel(operation), "PrivateUse1")
     others = torch.library.Library("_", "IMPL")
     others.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")

@@ -421,25 +421,22 @@ def start_gather(
     gathered: list[torch.Tensor] = [tensor[None] for tensor in tensors]  # each is replaced below
     works: list[Any] = []
     for device in dict.fromkeys(tensor.device for tensor in tensors):
-        # The largest elements first, so that those of each dtype are aligned.
-        dtypes = {tensor.dtype for tensor in tensors if tensor.device == device}
-        groups = [
-            [place for place, tensor in enumerate(tensors) if tensor.device == device and tensor.dtype == dtype]
-            for dtype in sorted(dtypes, key=lambda dtype: (-dtype.itemsize, str(dtype)))
-        ]
-        parts = [torch.cat([tensors[place].detach().reshape(-1) for place in places]) for places in groups]
+        places_by_dtype: dict[torch.dtype, list[int]] = {}
+        for place, tensor in enumerate(tensors):
+            if tensor.device == device:
+                places_by_dtype.setdefault(tensor.dtype, []).append(place)
+        # The largest elements first, so that those of each dtype are aligned; the order is the same on all ranks.
+        dtypes = sorted(places_by_dtype, key=lambda dtype: (-dtype.itemsize, str(dtype)))
+        parts = [torch.cat([tensors[place].detach().reshape(-1) for place in places_by_dtype[each]]) for each in dtypes]
         in_bytes = [part.view(torch.uint8) for part in parts]
-        sizes = [part.numel() for part in in_bytes]
-        flat = torch.cat([*in_bytes, in_bytes[0].new_empty(-sum(sizes) % _ALIGNMENT)])
+        num_bytes = sum(part.numel() for part in in_bytes)
+        flat = torch.cat([*in_bytes, in_bytes[0].new_empty(-num_bytes % _ALIGNMENT)])
         whole = flat.new_empty(tdist.get_world_size(group) * flat.numel())
         own_group = group_for(flat, group)
         works.append(tdist.all_gather_into_tensor(whole, flat, group=own_group, async_op=True))
-        rows = whole.view(-1, flat.numel())[:, : sum(sizes)]
-        for places, part, columns in zip(groups, parts, rows.split(sizes, dim=1), strict=True):
-            shapes = [tensors[place].shape for place in places]
-            of_all = columns.view(part.dtype).split([shape.numel() for shape in shapes], dim=1)
-            for place, shape, values in zip(places, shapes, of_all, strict=True):
-                gathered[place] = values.unflatten(1, shape) if len(shape) > 1 else values if shape else values[:, 0]
+        rows = whole.view(-1, flat.numel())[:, :num_bytes].split([part.numel() for part in in_bytes], dim=1)
+        for dtype, columns in zip(dtypes, rows, strict=True):
+            _split_over(columns.view(dtype), tensors, places_by_dtype[dtype], gathered)
 
     def finish() -> list[torch.Tensor]:
         for work in works:
@@ -447,6 +444,14 @@ def start_gather(
         return gathered
 
     return finish
+
+
+def _split_over(
+    rows: torch.Tensor, tensors: Sequence[torch.Tensor], places: Sequence[int], gathered: list[torch.Tensor]
+) -> None:
+    shapes = [tensors[place].shape for place in places]
+    for place, shape, values in zip(places, shapes, rows.split([each.numel() for each in shapes], dim=1), strict=True):
+        gathered[place] = values.unflatten(1, shape) if len(shape) > 1 else values if shape else values[:, 0]
 
 
 def _buckets(parameters: Iterable[torch.Tensor], size_bytes: int) -> Iterator[list[torch.Tensor]]:

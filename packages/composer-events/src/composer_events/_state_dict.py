@@ -5,12 +5,13 @@ from __future__ import annotations
 import ast
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter, index
 from typing import TYPE_CHECKING, Any, SupportsIndex, cast
 
 from composer_events.algorithm import Algorithm
-from composer_events.arguments import algorithm_modules, loaded, numbered
+from composer_events.arguments import algorithm_modules, loaded
 from composer_events.batches import ensure_tuple, innermost_dataloader, length_or_none
 from composer_events.event import Event
 from composer_events.hparams import get_composer_env_dict
@@ -59,10 +60,20 @@ def build_state_dict(state: State) -> dict[str, Any]:
     return {name: value for name, value in collected.items() if value is not None}
 
 
+def numbered(names: Iterable[str]) -> list[str]:
+    """Return names, the second of several equal ones as `Name#1`, the third as `Name#2`."""
+    unique: list[str] = []
+    seen = Counter[str]()
+    for name in names:
+        unique.append(f"{name}#{seen[name]}" if seen[name] else name)
+        seen[name] += 1
+    return unique
+
+
 def named_by_class(objects: Iterable[Any]) -> Iterator[tuple[str, Any]]:
     """Yield each object with its class name, numbered if there are several of a class."""
     items = list(objects)
-    return zip(numbered(type(item).__qualname__ for item in items), items, strict=True)
+    return zip(numbered([type(item).__qualname__ for item in items]), items, strict=True)
 
 
 def _collect_by_class(attribute: str) -> Callable[[State], dict[str, Any] | None]:
@@ -368,7 +379,7 @@ def _load_algorithms(state: State, saved: Any) -> None:
     if not isinstance(saved, Mapping):
         pairs = cast("Sequence[tuple[str, Any]]", saved)
         # Numbered as in `named_by_class`, by which the states are looked up.
-        saved = dict(zip(numbered(name for name, _ in pairs), (value for _, value in pairs), strict=True))
+        saved = dict(zip(numbered([name for name, _ in pairs]), (value for _, value in pairs), strict=True))
     _load_by_class("algorithms")(state, saved)
 
 

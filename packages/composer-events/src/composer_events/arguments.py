@@ -11,8 +11,7 @@ import inspect
 import math
 import os
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import entry_points
 from numbers import Integral, Real
 from types import ModuleType
@@ -220,14 +219,6 @@ def _check_takes_two(name: str, function: Callable[..., Any]) -> None:
             f"{name}={function!r} cannot be called with a state and an event ({error}). Give a function of these two, "
             f"or a time such as '100ba'."
         ) from error
-
-
-def numbered(names: Iterable[str]) -> Iterator[str]:
-    """Yield names, the second of several equal ones as `Name#1`, the third as `Name#2`."""
-    seen = Counter[str]()
-    for name in names:
-        yield f"{name}#{seen[name]}" if seen[name] else name
-        seen[name] += 1
 
 
 def is_list_of_texts(value: object) -> bool:

@@ -238,12 +238,7 @@ class DataPosition:
         """
         loader, epoch, num_read = _place_in(state, dataloader)
         self.restore_between_epochs(state)
-        held, start = self.watch(loader), self._resumed_start(is_inside=num_read > 0)
-        returns = bool(start) and (_has_place(loader) or self.spin or num_read == 0)
-        saved = start.get(_HELD, {}) if returns else {}
-        if returns and not _has_place(loader):
-            self._warm_up(loader, epoch, start.get(SEED_KEY, state.rank_zero_seed))
-            self._warn_of(loader, epoch, held.missing(saved) if num_read > 0 else ())
+        held, saved = self.watch(loader), self._return_to_start(state, loader, epoch, num_read)
         # Inside an epoch the saved numbers are restored last: a listener may have set them after `set_epoch`.
         if num_read == 0:
             held.restore(saved)
@@ -255,14 +250,21 @@ class DataPosition:
         self._begun = loader, epoch, parts
         self._settings = held.settings()
 
-    def _resumed_start(self, *, is_inside: bool) -> dict[str, Any]:
+    def _return_to_start(self, state: "State", loader: Any, epoch: int, num_read: int) -> Mapping[str, Any]:
+        """Repeat what the interrupted run read before the epoch, and return the saved state of the loader's parts."""
         start = (self._start if self._is_resumed else None) or {}
-        if is_inside and start.pop(_DIVIDED, None) is not None and self.sizes is None:
+        if num_read > 0 and start.pop(_DIVIDED, None) is not None and self.sizes is None:
             raise ValueError(
                 "The checkpoint was saved inside an epoch by a run with Schedule('batch_size', ...), and its place in "
                 "the data counts samples. Give schedulers such a schedule, or resume from the end of an epoch."
             )
-        return start
+        if not start or not (_has_place(loader) or self.spin or num_read == 0):
+            return {}
+        saved: Mapping[str, Any] = start.get(_HELD, {})
+        if not _has_place(loader):
+            self._warm_up(loader, epoch, start.get(SEED_KEY, state.rank_zero_seed))
+            self._warn_of(loader, epoch, self.watch(loader).missing(saved) if num_read > 0 else ())
+        return saved
 
     def open(self, state: "State", dataloader: Iterable[Any] | None = None) -> Iterator[Any]:
         """Return the rest of the current epoch, from the batch that the state's timestamp names.
@@ -279,18 +281,22 @@ class DataPosition:
             self._at_save = {}
         knows_place = self._hand_over(loader) or bool(state.dataset_resumption.get("train"))
         is_spun = self.spin and not knows_place
+        num_whole, offset = self.place(state)
         is_inside = is_resumed and num_read > 0
-        if is_inside and is_spun and self._start is None:
+        if not is_inside:
+            self._start = {SEED_KEY: state.rank_zero_seed, _HELD: self.watch(loader).capture()}
+        elif is_spun and self._start is None:
             # Composer's checkpoints have no position; without dropout and augmentation, this draws the numbers that
             # training drew.
             _read_earlier_epochs(loader, epoch)
-        if not is_inside:
-            self._start = {SEED_KEY: state.rank_zero_seed, _HELD: self.watch(loader).capture()}
-        num_whole, offset = self.place(state)
-        place, num_left_out = (0, num_whole) if is_spun else (num_read if knows_place else 0, 0)
-        batches = self._read(loader, epoch, place, num_left_out, is_begun=offset > 0)
-        if is_inside and (knows_place or is_spun):
-            self._restore_process(loader, rng)
+        # The rest of a batch that was divided is read again, and with it what its reading draws from.
+        replays = offset > 0 and holds_state(loader.dataset, loader.collate_fn)
+        batches = self._read(loader, epoch, num_read if knows_place else 0, num_whole if is_spun else 0, replays)
+        if is_inside:
+            if offset > 0:
+                batches = chain(list(islice(batches, 1)), batches)
+            if knows_place or is_spun:
+                self._restore_process(loader, rng)
         return batches
 
     def _finish_beginning(self, state: "State", loader: Any, epoch: int) -> None:
@@ -310,7 +316,7 @@ class DataPosition:
         if rng is not None:
             self._load_rng_state(rng, *(self.share or ()))
 
-    def _read(self, loader: Any, epoch: int, place: int, num_left_out: int, *, is_begun: bool) -> Iterator[Any]:
+    def _read(self, loader: Any, epoch: int, place: int, num_left_out: int, replays: bool = False) -> Iterator[Any]:
         """Return the batches of an epoch from a position, without loading earlier ones where that is equivalent.
 
         Args:
@@ -318,21 +324,19 @@ class DataPosition:
             epoch: The number of the epoch.
             place: The number of the next batch of a loader that restores its own position.
             num_left_out: The number of batches to skip from there.
-            is_begun: Whether the next batch, of which the run has used a part, is loaded now, before the state of this
-                process is restored.
+            replays: Whether to load these for certain, because loading changes generators that are used later.
         """
         start = self._start or {}
         seed = start.get(SEED_KEY)
         if seed is not None and (can_be_seeded(loader) or reads_in_workers(loader)):
-            replays, lead = num_left_out > 0 and self._must_replay(loader, is_begun), None
+            replays, lead = num_left_out > 0 and (replays or self._must_replay(loader)), None
             if num_left_out > 0 and not uses_no_rng(loader.dataset, loader.collate_fn):
                 # After the first epoch, `_warm_up` has already made what a dataset creates on its first access.
                 begins = epoch == 0 or (loader.num_workers > 0 and not loader.persistent_workers)
                 lead = max(1, loader.num_workers) if begins else 0
             batches = self._seeded_of(loader)
-            batches = batches.open(seed, epoch, num_left_out, lead, replays=replays, order=self._at_save.get(_ORDER))
-            num_left_out = 0
-        elif seed is None:
+            return batches.open(seed, epoch, num_left_out, lead, replays=replays, order=self._at_save.get(_ORDER))
+        if seed is None:
             batches = iter(loader)
         elif _has_place(loader):
             batches = open_seeded(loader, derive_seed(seed, epoch, self.rank), count(place))
@@ -340,20 +344,19 @@ class DataPosition:
             batches = open_streamed(loader, derive_seed(seed, epoch, self.rank))
         for _ in range(num_left_out):
             next(batches, None)
-        return chain(list(islice(batches, 1)), batches) if is_begun else batches
+        return batches
 
     def _seeded_of(self, loader: Any) -> SeededBatches:
         if self._seeded is None or self._seeded.loader is not loader:
             self._seeded = SeededBatches(loader, self.rank, sets_epoch=True)
         return self._seeded
 
-    def _must_replay(self, loader: Any, is_begun: bool) -> bool:
+    def _must_replay(self, loader: Any) -> bool:
         """Return whether skipped batches must be loaded again, since loading changes generators that are used later.
 
-        For loading in this process, checkpoints hold the states of the generators, but not of before a batch that was
-        used in part.
+        For loading in this process, checkpoints hold the states of the generators.
         """
-        if loader.num_workers > 0 or is_begun:
+        if loader.num_workers > 0:
             return reads_in_workers(loader) or holds_state(loader.dataset, loader.collate_fn)
         return self.watch(loader).shares_generators()
 

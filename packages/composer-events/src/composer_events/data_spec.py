@@ -207,6 +207,13 @@ def _refuse_undistributed(dataloader: Any) -> None:
     )
 
 
+def size_of_batches(dataloader: Any) -> Any:
+    """Return the batch size of a dataloader, or `None` if it is unknown."""
+    size = getattr(dataloader, "batch_size", None)
+    # With a custom batch_sampler, the `batch_size` of the DataLoader is None.
+    return getattr(getattr(dataloader, "batch_sampler", None), "batch_size", None) if size is None else size
+
+
 def samplers_of(dataloader: Any) -> list[Any]:
     """Return the samplers of a DataLoader, the outermost first.
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 from composer_events.arguments import check_counts, check_texts, to_interval
-from composer_events.data_spec import DataSpec, default_split_batch, ensure_data_spec
+from composer_events.data_spec import DataSpec, default_split_batch, ensure_data_spec, size_of_batches
 from composer_events.event import Event
 from composer_events.intervals import create_interval_scheduler, evaluate_periodically
 from composer_events.state import State
@@ -186,9 +186,7 @@ def _batch_size(data_spec: DataSpec, *, may_be_unknown: bool) -> int | float | N
             f"device_eval_microbatch_size is needed, since the dataloader, a {type(dataloader).__name__!r}, has no "
             f"attribute batch_size to take it from."
         )
-    size: Any = dataloader.batch_size
-    if size is None:  # a DataLoader made with a batch_sampler knows the size only there
-        size = getattr(getattr(dataloader, "batch_sampler", None), "batch_size", None)
+    size = size_of_batches(dataloader)
     if size is None and not may_be_unknown:
         raise ValueError(
             f"device_eval_microbatch_size is needed, since the dataloader, a {type(dataloader).__name__!r}, has "

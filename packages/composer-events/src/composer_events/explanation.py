@@ -12,7 +12,7 @@ from itertools import combinations, groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, cast
 
-from composer_events.arguments import numbered
+from composer_events._state_dict import numbered
 from composer_events.event import Event
 from composer_events.passes import (
     conflict,
@@ -181,7 +181,7 @@ class _Names:
     def __init__(self, algorithms: Iterable[Algorithm]) -> None:
         self._listed: dict[int, tuple[int, str]] = {}
         several = list(algorithms)
-        names = numbered(type(algorithm).__name__ for algorithm in several)
+        names = numbered([type(algorithm).__name__ for algorithm in several])
         for place, (algorithm, name) in enumerate(zip(several, names, strict=True)):
             self._listed[id(algorithm)] = (place, name)
 

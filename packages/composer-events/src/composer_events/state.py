@@ -20,6 +20,7 @@ from composer_events._state_dict import (
     load_optimizers,
     named_by_class,
 )
+from composer_events._state_dict import numbered as numbered
 from composer_events.algorithm import Algorithm
 from composer_events.arguments import loaded, to_device, to_precision
 from composer_events.batches import batch_get, batch_set
@@ -382,7 +383,7 @@ class State(DataSource, InputsTargetsMixin, ShardingAnswers, Serializable):
 
     @contextmanager
     def stopping_later(self) -> Generator[None]:
-        """Let calls of `stop_training` take effect at the end of the `with` statement.
+        """Delay the effect of calls of `stop_training` to the end of the `with` statement.
 
         A loop of several ranks uses it for events on which the ranks save together: a rank that stops on its own must
         not be the only one to save.

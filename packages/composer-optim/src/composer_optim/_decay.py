@@ -152,7 +152,7 @@ class Decoupled(Optimizer):
 
 
 _LEAST = {"lr": 0, "momentum": 0, "weight_decay": 0, "eps": 0, "dampening": -math.inf}
-_FLAGS = ("nesterov", "amsgrad", "maximize", "capturable", "foreach", "fused")
+_FLAGS = ("nesterov", "amsgrad", "maximize", "capturable", "foreach", "fused", "cautious_updates", "clip_updates")
 
 
 def check_group(options: Mapping[str, Any]) -> None:

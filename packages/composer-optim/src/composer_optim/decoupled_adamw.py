@@ -17,6 +17,7 @@ from composer_optim._decay import Decoupled, check_group, decay_rate, evaluate, 
 __all__ = ["DecoupledAdamW"]
 
 _NORM = "l2_norm"
+_CHANGES = ("cautious_updates", "clip_updates")
 _OPTIONS = ("amsgrad", "lr", "weight_decay", "eps", "maximize", "foreach", "capturable")
 
 
@@ -30,9 +31,27 @@ def last_update(param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> 
     second_moment = _local(state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"])
     denominator = second_moment.sqrt() / (1 - beta2 ** state["step"]).sqrt() + group["eps"]
     adam = _local(state["exp_avg"]) / denominator * (group["lr"] / (1 - beta1 ** state["step"]))
+    if param.grad is not None and any(group[name] for name in _CHANGES):
+        adam *= _local(_update_factor(param.grad, state, group))
     # p_new = (1 - rate) * p_old - adam, solved for p_old - p_new without subtracting nearly equal numbers.
     rate = decay_rate(group["lr"], get_initial_lr(group), group["weight_decay"])
     return (adam + rate * _local(param)) / (1 - rate)
+
+
+def _update_factor(grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+    """Return the factor of each element of Adam's update, from the moments after the step."""
+    mean, square = state["exp_avg"], state["exp_avg_sq"]
+    factor = torch.ones_like(mean)
+    if group["cautious_updates"]:
+        agrees = mean * grad < 0 if group["maximize"] else mean * grad > 0
+        # Of a sharded tensor, this counts elements of the whole tensor.
+        factor = factor * agrees * (agrees.numel() / (agrees.sum() + 1))
+    if group["clip_updates"]:
+        dtype = torch.promote_types(square.dtype, torch.float32)
+        unbiased = square.to(dtype) / (1 - group["betas"][1] ** state["step"])
+        rms = (grad.to(dtype).square() / unbiased.clamp(min=group["eps"] ** 2)).mean().sqrt()
+        factor = factor / rms.clamp(min=1)
+    return factor.to(mean.dtype)
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -57,6 +76,15 @@ class DecoupledAdamW(Decoupled, AdamW):
     `weight_decay / initial_lr`. `initial_lr` is the initial learning rate of a parameter group and is stored in the
     group. If it is 0, `lr / initial_lr` counts as 1.
 
+    Two options change Adam's update `u` of a parameter with `n` elements and gradient `g`, but not the weight decay:
+
+    - `cautious_updates`: elements of `u` that increase the loss to first order become 0, and the `k` others are
+      multiplied by `n / (k + 1)`.
+    - `clip_updates`: `u` is divided by `max(1, RMS)`, where `RMS` is the root of the mean of `g^2 / v` and `v` the
+      running mean of squares that includes `g`. Updates stay small if gradients suddenly grow, as in StableAdamW.
+
+    Both need memory for one more copy of the weights during the step.
+
     Args:
         params: Parameters, named parameters, or groups of them.
         lr: The learning rate.
@@ -69,17 +97,22 @@ class DecoupledAdamW(Decoupled, AdamW):
         capturable: Whether steps can be captured in a CUDA graph.
         fused: Whether to use the fused kernel. By default it steps groups whose weights are all on a GPU when the step
             begins, unless `foreach` is set.
+        cautious_updates: Whether to update only elements whose update has the direction of the gradient.
+        clip_updates: Whether to reduce updates of parameters whose gradients are larger than their running mean.
 
     Raises:
         TypeError: If an option, also of a parameter group, has the wrong type.
-        ValueError: If a number is NaN, infinite, or out of its range.
+        ValueError: If a number is NaN, infinite, or out of its range, or a parameter is complex and these options are
+            used.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
         >>> optimizer = DecoupledAdamW(model.parameters(), lr=1e-3, weight_decay=1e-5)
 
     Reference:
-        Loshchilov and Hutter, "Decoupled Weight Decay Regularization", ICLR 2019, arXiv:1711.05101, algorithm 2.
+        Loshchilov and Hutter, "Decoupled Weight Decay Regularization", ICLR 2019, arXiv:1711.05101, algorithm 2. Liang
+        et al., "Cautious Optimizers", arXiv:2411.16085, algorithm 1. Wortsman et al., "Stable and low-precision
+        training for large-scale vision-language models", NeurIPS 2023, arXiv:2304.13013, algorithm 2.
     """
 
     metric_functions: ClassVar[dict[str, Callable[[Tensor, dict[str, Any], Tensor], Tensor]]] = {
@@ -108,8 +141,11 @@ class DecoupledAdamW(Decoupled, AdamW):
         foreach: bool | None = None,
         capturable: bool = False,
         fused: bool | None = None,
+        cautious_updates: bool = False,
+        clip_updates: bool = False,
     ) -> None:
         check_group({"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self._changes = {"cautious_updates": cautious_updates, "clip_updates": clip_updates}
         super().__init__(
             params,
             lr,
@@ -123,6 +159,23 @@ class DecoupledAdamW(Decoupled, AdamW):
             fused=fused,
         )
         self._warn_of_large_decay()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group; see `DecoupledSGDW.add_param_group`."""
+        # The constructor of AdamW, which makes the defaults, adds the first groups.
+        self.defaults |= vars(self).pop("_changes", {})
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        if any(group[name] for name in _CHANGES) and any(param.is_complex() for param in group["params"]):
+            self.param_groups.pop()
+            raise ValueError("cautious_updates and clip_updates must be False for complex parameters.")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        defaults: dict[str, Any] = vars(self)["defaults"]
+        for group in self.param_groups:  # of a torch.optim.AdamW, or saved by an earlier release
+            for name in _CHANGES:
+                group.setdefault(name, defaults.get(name, False))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -145,29 +198,38 @@ class DecoupledAdamW(Decoupled, AdamW):
                     "capturable=False, but the step is captured in a CUDA graph, which would repeat the bias "
                     "correction of this step in every replay. Make the optimizer with capturable=True."
                 )
-            params = [param for param in group["params"] if param.grad is not None]
-            grads: list[Any] = [param.grad for param in params]
-            fused = self._uses_fused(group)
-            states = [self._initialized_state(param, group, fused=fused) for param in params]
-            if fused:
-                grads = fit_for_fused(params, grads, states)
-            beta1, beta2 = group["betas"]
-            self.adamw(
-                params,
-                grads,
-                [state["exp_avg"] for state in states],
-                [state["exp_avg_sq"] for state in states],
-                [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else [],
-                [state["step"] for state in states],
-                beta1=beta1,
-                beta2=beta2,
-                initial_lr=get_initial_lr(group),
-                grad_scale=getattr(self, "grad_scale", None),
-                found_inf=getattr(self, "found_inf", None),
-                fused=fused or group["fused"],  # `False` would also keep PyTorch from choosing foreach
-                **{name: group[name] for name in _OPTIONS},
-            )
+            self._step_group(group)
         return loss
+
+    def _step_group(self, group: dict[str, Any]) -> None:
+        params = [param for param in group["params"] if param.grad is not None]
+        grads: list[Any] = [param.grad for param in params]
+        fused = self._uses_fused(group)
+        states = [self._initialized_state(param, group, fused=fused) for param in params]
+        if fused:
+            grads = fit_for_fused(params, grads, states)
+        lists = (
+            grads,
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else [],
+            [state["step"] for state in states],
+        )
+        options: dict[str, Any] = {name: group[name] for name in _OPTIONS}
+        # `fused=False` would also keep PyTorch from choosing foreach.
+        options |= {"initial_lr": get_initial_lr(group), "fused": fused or group["fused"]}
+        options |= {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
+        options["beta1"], options["beta2"] = group["betas"]
+        if not any(group[name] for name in _CHANGES):
+            self.adamw(params, *lists, **options)
+            return
+        shrink(params, decay_rate(group["lr"], options["initial_lr"], group["weight_decay"]), options["found_inf"])
+        # From weights of 0, every kernel computes the update itself, not rounded to multiples of the weights' eps.
+        updates = [torch.zeros_like(param) for param in params]
+        options["weight_decay"] = 0.0
+        self.adamw(updates, *lists, **options)
+        for param, update, grad, state in zip(params, updates, grads, states, strict=True):
+            param.addcmul_(update, _update_factor(grad, state, group))
 
     @staticmethod
     def adamw(

@@ -40,7 +40,13 @@ if TYPE_CHECKING:
     from composer_algorithms.squeeze_excite import SqueezeExciteConv2d as SqueezeExciteConv2d
     from composer_algorithms.stochastic_depth import StochasticDepth as StochasticDepth
     from composer_algorithms.swa import SWA as SWA
+    from composer_algorithms.transformer_surgery import LogitSoftcap as LogitSoftcap
+    from composer_algorithms.transformer_surgery import QKNorm as QKNorm
+    from composer_algorithms.transformer_surgery import SquaredReLU as SquaredReLU
+    from composer_algorithms.transformer_surgery import ValueResidual as ValueResidual
+    from composer_algorithms.transformer_surgery import ZeroInit as ZeroInit
     from composer_algorithms.weight_standardization import WeightStandardization as WeightStandardization
+    from composer_algorithms.z_loss import ZLoss as ZLoss
 __all__ = [
     "Alibi",
     "AugMix",
@@ -76,7 +82,13 @@ __all__ = [
     "SqueezeExciteConv2d",
     "StochasticDepth",
     "SWA",
+    "LogitSoftcap",
+    "QKNorm",
+    "SquaredReLU",
+    "ValueResidual",
+    "ZeroInit",
     "WeightStandardization",
+    "ZLoss",
 ]
 __getattr__, __dir__ = lazy_face(
     __name__,
@@ -109,7 +121,15 @@ __getattr__, __dir__ = lazy_face(
         "composer_algorithms.squeeze_excite": ["SqueezeExcite", "SqueezeExcite2d", "SqueezeExciteConv2d"],
         "composer_algorithms.stochastic_depth": ["StochasticDepth"],
         "composer_algorithms.swa": ["SWA"],
+        "composer_algorithms.transformer_surgery": [
+            "LogitSoftcap",
+            "QKNorm",
+            "SquaredReLU",
+            "ValueResidual",
+            "ZeroInit",
+        ],
         "composer_algorithms.weight_standardization": ["WeightStandardization"],
+        "composer_algorithms.z_loss": ["ZLoss"],
     },
     submodules=[
         "alibi",

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from composer_events.arguments import numbered
 from composer_events.callback import Callback
 from composer_events.logger import log_lazily
+from composer_events.state import numbered
 from composer_optim.schedule import BoundSchedule
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class LRMonitor(Callback):
         for scheduler in getattr(state, "schedulers", ()):  # an engine's state need not have them
             if isinstance(scheduler, BoundSchedule):
                 log_lazily(state, logger, _scheduled, scheduler.values)
-        names = numbered(type(optimizer).__name__ for optimizer in state.optimizers)
+        names = numbered([type(optimizer).__name__ for optimizer in state.optimizers])
         for name, optimizer in zip(names, state.optimizers, strict=True):
             for index, group in enumerate(optimizer.param_groups):
                 rate = group["lr"]

@@ -13,6 +13,7 @@ import torch
 from composer.loggers._service_queue import as_number
 from composer_dist import get_local_world_size, get_world_size
 from composer_dist.wrapping import unwrap_model
+from composer_events.data_spec import size_of_batches
 from composer_events.metric_entries import higher_is_better, metric_with
 from composer_events.state import State
 from composer_optim.compile import compiled_from
@@ -80,9 +81,7 @@ def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
 def batch_size_of(loader: Any) -> Any:
     """Return the batch size of a dataloader, or `None` if it is unknown."""
     with suppress(Exception):  # a property of a custom loader may raise anything
-        size = getattr(loader, "batch_size", None)
-        # A DataLoader with a custom batch sampler has `batch_size=None`.
-        return loader.batch_sampler.batch_size if size is None else size
+        return size_of_batches(loader)
     return None
 
 

@@ -227,8 +227,20 @@ class DivergenceGuard:
     def check_weights(self) -> None:
         """Act on all pending results, then raise if a step itself has made weights non-finite."""
         self._act_on_arrivals(wait=True)
-        if self._finds_bad_weights(self._state.optimizers):
-            self._refuse_weights()
+        if not self._finds_bad_weights(self._state.optimizers):
+            return
+        stamp = self._state.timestamp
+        # The timestamp counts the batch already.
+        divergence = Divergence(max(stamp.num_batches - 1, 0), stamp.num_epochs, math.nan, False, "raise")
+        self._divergences.append(divergence)
+        names = names_of_bad((name, p.detach()) for name, p in self._state.model.named_parameters())
+        raise DivergenceError(
+            f"After {stamp.num_batches} batches {f'the weights {names}' if names else 'what the optimizer keeps'} "
+            "must be finite and are not, though the gradients were: a step itself has made them so, such as by "
+            "dividing by 0. They are not saved. Continue from the latest checkpoint with a lower learning rate, or "
+            "with a larger eps of the optimizer; on_divergence=None disables the check.",
+            divergence,
+        )
 
     def end_fit(self) -> None:
         """Check the weights a last time, and log how many losses were not finite."""
@@ -271,21 +283,25 @@ class DivergenceGuard:
         return overflow
 
     def _judge(self, losses: BatchLosses, overflow: Tensor | None) -> Divergence | None:
-        """Read what was found, which synchronizes with the device."""
-        has_overflown = overflow is not None and overflow.item() > 0
+        """Read what was found, with one wait for the device."""
+        facts = [self._found, losses.total, self._none if overflow is None else overflow]
+        if self._spikes is not None:
+            facts.append(mean_total(losses, self._strategy))
+        # On a CPU, to stack them would take longer than to read one by one.
+        on_host = facts if self._found.is_cpu else torch.stack([fact.detach().float() for fact in facts]).cpu().unbind()
+        found, loss, num_overflows, *means = (fact.item() for fact in on_host)
         # The loss may be bad on one rank only, while the averaged gradients overflow on all.
-        if has_overflown and self._strategy.world_size > 1:
+        if num_overflows > 0 and self._strategy.world_size > 1:
             self._agree()
-        loss = losses.total.item()
+            found = self._found.item()
         has_bad_loss = not math.isfinite(loss)
-        mean = None if self._spikes is None else mean_total(losses, self._strategy)
         # `_counts_overflow` comes first, because it must count in every batch.
-        if (overflow is not None and self._counts_overflow(has_overflown)) or self._found.item():
+        if (overflow is not None and self._counts_overflow(num_overflows > 0)) or found:
             return self._describe(math.nan if has_bad_loss else loss, is_spike=False)
         if has_bad_loss:
             self._note_bad_loss(self._state.timestamp.num_batches)
-        if self._spikes is not None and mean is not None and self._spikes.is_spike(value := mean.item()):
-            return self._describe(value, is_spike=True)
+        if self._spikes is not None and self._spikes.is_spike(means[0]):
+            return self._describe(means[0], is_spike=True)
         self._num_in_a_row = 0
         return None
 
@@ -424,21 +440,6 @@ class DivergenceGuard:
             f"{_sentence(divergence)}{where} Lower the learning rate, clip the gradients, or look at the batch; where "
             "all labels of a microbatch may be ignored, set accumulate_train_batch_on_tokens=True, which gives it no "
             "weight. on_divergence='skip' leaves such batches out, and None disables the check."
-        )
-
-    def _refuse_weights(self) -> None:
-        """Raise because a step itself has made weights non-finite; no good copy exists."""
-        stamp = self._state.timestamp
-        # The timestamp counts the batch already.
-        divergence = Divergence(max(stamp.num_batches - 1, 0), stamp.num_epochs, math.nan, False, "raise")
-        self._divergences.append(divergence)
-        names = names_of_bad((name, p.detach()) for name, p in self._state.model.named_parameters())
-        raise DivergenceError(
-            f"After {stamp.num_batches} batches {f'the weights {names}' if names else 'what the optimizer keeps'} "
-            "must be finite and are not, though the gradients were: a step itself has made them so, such as by "
-            "dividing by 0. They are not saved. Continue from the latest checkpoint with a lower learning rate, or "
-            "with a larger eps of the optimizer; on_divergence=None disables the check.",
-            divergence,
         )
 
 

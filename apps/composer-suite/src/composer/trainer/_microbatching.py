@@ -20,7 +20,7 @@ from composer.trainer._scaler import forget_checks
 from composer_dist.devices import Device
 from composer_dist.strategy import Strategy
 from composer_events.batches import ensure_tuple
-from composer_events.data_spec import DataSpec, default_split_batch
+from composer_events.data_spec import DataSpec, default_split_batch, size_of_batches
 from composer_events.state import State
 
 _AUTO = "auto"
@@ -180,12 +180,6 @@ def _check_auto(name: str, device: Device, profiler: Any) -> None:
         UserWarning,
         stacklevel=user_stacklevel(),
     )
-
-
-def size_of_batches(dataloader: Any) -> Any:
-    size = getattr(dataloader, "batch_size", None)
-    # With a custom batch_sampler, the `batch_size` of the DataLoader is None.
-    return getattr(getattr(dataloader, "batch_sampler", None), "batch_size", None) if size is None else size
 
 
 def _batch_size(data_spec: DataSpec, *, is_auto: bool) -> Any:

@@ -225,7 +225,7 @@ class SharedResults:
 
     @property
     def has_all_metrics(self) -> bool:
-        """Whether every metric of the state was updated in this batch."""
+        """True if every metric of the state was updated in this batch."""
         return len(self._values) == len(self._metrics.metrics)
 
     def finish(self) -> None:

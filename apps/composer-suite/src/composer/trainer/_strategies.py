@@ -13,13 +13,14 @@ import torch
 from torch import nn
 
 from composer.trainer._arguments import user_stacklevel
-from composer.trainer._microbatching import Microbatching, size_of_batches
+from composer.trainer._microbatching import Microbatching
 from composer.trainer._rank_sync import Ranks, agreed_facts, compare
 from composer_dist import agreement, dist, get_global_rank, get_world_size, reproducibility
 from composer_dist.ddp import DDP
 from composer_dist.deepspeed import check_deepspeed_fits, parse_deepspeed_config
 from composer_dist.strategy import SingleDevice, Strategy
-from composer_events.arguments import numbered
+from composer_events.data_spec import size_of_batches
+from composer_events.state import numbered
 from composer_models import MissingConditionalImportError
 from composer_time import Time, TimeUnit
 
@@ -377,7 +378,7 @@ def check_agreement(arguments: TrainerArguments, resolved: ResolvedArguments) ->
         for name, value in values.items()
     }
     facts["model"] = agreement.describe_model(resolved.model)
-    names = numbered(type(each).__name__ for each in resolved.optimizers)
+    names = numbered([type(each).__name__ for each in resolved.optimizers])
     facts["optimizers"] = dict(zip(names, map(_settings, resolved.optimizers), strict=True))
     facts["algorithms"] = [_name(algorithm) for algorithm in resolved.algorithms]
     facts["schedulers"] = [_name(scheduler) for scheduler in resolved.schedule.schedulers]

@@ -1,0 +1,492 @@
+"""Changes to transformers: zero initialization, QK-norm, value residual, capped logits, and squared ReLU."""
+
+import logging
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from composer_algorithms._arguments import check_interval
+from composer_algorithms._method import Method, ModelSurgery, report
+from composer_algorithms._optimizer_surgery import Replacement, as_optimizers, follow_replacements
+from composer_algorithms.module_surgery import replace_module_classes
+from composer_dist.wrapping import unwrap_model
+from composer_events import Event, Logger, NoEffectWarning, State
+
+__all__ = [
+    "LogitSoftcap",
+    "QKNorm",
+    "SquaredReLU",
+    "ValueResidual",
+    "ZeroInit",
+    "apply_logit_softcap",
+    "apply_qk_norm",
+    "apply_squared_relu",
+    "apply_value_residual",
+    "apply_zero_init",
+]
+
+_log = logging.getLogger("composer.algorithms.transformer_surgery")
+
+_Optimizers = Optimizer | Sequence[Optimizer] | None
+# The last layers of residual branches in GPT-2 (c_proj), Llama and its relatives, and BERT; ComposerGPT has a class.
+_RESIDUAL = re.compile(r"(^|\.)(c_proj|o_proj|down_proj|output\.dense)$")
+_FEED_FORWARD = re.compile(r"(^|\.)(mlp|intermediate)\.")
+_ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
+_EPS = 1e-6
+
+
+def apply_zero_init(model: nn.Module) -> int:
+    """Set the last layer of each residual branch of a transformer to zero, so that each block is the identity.
+
+    Supported are `ComposerGPT` and models of transformers that name these layers as GPT-2, BERT, Llama or Mistral do.
+    The blocks of BERT, which end with a norm, are the identity on their normalized inputs. Use it before training.
+
+    Args:
+        model: Changed in place.
+
+    Returns:
+        The number of layers set to zero.
+
+    Raises:
+        ValueError: If the weights are on the meta device.
+
+    Warns:
+        NoEffectWarning: If the model has no such layer.
+
+    Example:
+        >>> from composer_models import ComposerGPT
+        >>> model = ComposerGPT(dict(d_model=8, n_heads=2, n_layers=3, vocab_size=32, max_seq_len=8))
+        >>> apply_zero_init(model)
+        6
+
+    Reference:
+        Zhang et al., "Fixup Initialization: Residual Learning Without Normalization", ICLR 2019, arXiv:1901.09321,
+        section 3, rule 1.
+    """
+    from composer_models.gpt import ResidualProjection  # loads the metrics
+
+    found = [m for name, m in model.named_modules() if isinstance(m, ResidualProjection) or _RESIDUAL.search(name)]
+    layers: list[Any] = [getattr(module, "module1", module) for module in found]  # the second layer of a factorized one
+    for layer in layers:
+        if any(parameter.is_meta for parameter in layer.parameters()):
+            raise ValueError("ZeroInit sets weights, and those of this model are on the meta device. Initialize them.")
+        for parameter in layer.parameters(recurse=False):
+            nn.init.zeros_(parameter)
+    return _count_or_warn("ZeroInit", model, "residual branch whose last layer it knows", len(layers))
+
+
+@dataclass(repr=False, eq=False)
+class ZeroInit(Method):
+    """Set the last layer of each residual branch of a transformer to zero.
+
+    On `INIT` it applies `apply_zero_init` to `state.model`, after algorithms that replace layers. Weights of a
+    checkpoint are loaded later, so a resumed run is not affected.
+
+    Example:
+        >>> ZeroInit()
+        ZeroInit()
+
+    Reference:
+        See `apply_zero_init`.
+    """
+
+    acts_on = frozenset({Event.INIT})
+    surgery_rank = 5
+
+    def apply(self, event: Event, state: State, logger: Logger | None) -> None:
+        """Set the layers to zero, and log their number."""
+        report(_log, logger, {"zero_init/num_layers": apply_zero_init(state.model)})
+
+
+def apply_qk_norm(model: nn.Module, initial_scale: float | None = None, optimizers: _Optimizers = None) -> int:
+    """Normalize the queries and keys of each attention head, so that attention scores are bounded.
+
+    The scores of queries `q` and keys `k` of size `d` become `g * (q / |q|) . (k / |k|)`, where `|x|` is
+    `sqrt(sum(x^2) + 1e-6 * d)`. Each layer learns its `g`, the parameter `qk_scale` of the layer that computes queries.
+    It has one value, so weight decay pulls the scores of all heads towards 0; exclude it, like norms and biases.
+    Rotary embeddings, which keep lengths, follow the normalization.
+
+    Supported are `ComposerGPT` and models of transformers whose attention is named as in GPT-2, BERT, Llama or Mistral.
+    Attention scores must be divided by `sqrt(d)` by the model, as is usual. A second call changes nothing.
+
+    Args:
+        model: Changed in place.
+        initial_scale: Initial `g`. `sqrt(d)` when `None`, as with an RMS norm of queries and keys. The paper starts
+            with `log2(L^2 - L)` for sequences of `L` tokens.
+        optimizers: Existing optimizers of the model. The new parameters join the group of the first norm or bias.
+
+    Returns:
+        The number of attention layers with normalized queries and keys.
+
+    Raises:
+        ValueError: If `initial_scale` is not positive.
+
+    Warns:
+        NoEffectWarning: If the model has no such attention.
+
+    Example:
+        >>> from composer_models import ComposerGPT
+        >>> model = ComposerGPT(dict(d_model=8, n_heads=2, n_layers=1, vocab_size=32, max_seq_len=8))
+        >>> apply_qk_norm(model)
+        1
+        >>> model.model.blocks[0].attn.qkv.qk_scale.data
+        tensor([2.])
+
+    Reference:
+        Henry et al., "Query-Key Normalization for Transformers", Findings of EMNLP 2020, arXiv:2010.04245, eq. (4).
+    """
+    if initial_scale is not None:
+        check_interval("(0, inf)", initial_scale=initial_scale)
+    optimizers = as_optimizers(optimizers)
+    old_params: dict[str, Tensor] = dict(model.named_parameters())
+    attentions = list(_find_attentions(model))
+    for (queries, *others), head_size in attentions:
+        if hasattr(queries, "qk_scale"):
+            continue
+        scale = head_size**0.5 if initial_scale is None else float(initial_scale)
+        # Not a scalar, which FSDP2 cannot shard.
+        queries.qk_scale = nn.Parameter(queries.weight.new_full((1,), scale))
+        hook = _normalize_queries if others else _normalize_queries_and_keys
+        queries.register_forward_hook(partial(hook, head_size))
+        if others:
+            others[0].register_forward_hook(partial(_normalize_keys, head_size))
+    if optimizers:
+        _add_next_to_vectors(model, old_params, optimizers)
+    return _count_or_warn("QKNorm", model, "attention whose queries and keys it knows", len(attentions))
+
+
+@dataclass(repr=False, eq=False)
+class QKNorm(ModelSurgery):
+    """Normalize the queries and keys of each attention head of a transformer.
+
+    On `INIT` it applies `apply_qk_norm` to `state.model` and `state.optimizers`, after algorithms that replace layers.
+    Loading a checkpoint of the changed model applies it.
+
+    Args:
+        initial_scale: See `apply_qk_norm`.
+
+    Raises:
+        ValueError: If `initial_scale` is not positive.
+
+    Example:
+        >>> QKNorm(initial_scale=20)
+        QKNorm(initial_scale=20)
+
+    Reference:
+        See `apply_qk_norm`.
+    """
+
+    surgery_rank = 5
+
+    initial_scale: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.initial_scale is not None:
+            check_interval("(0, inf)", initial_scale=self.initial_scale)
+
+    def apply(self, event: Event, state: State, logger: Logger | None) -> None:
+        """Normalize queries and keys, and log the number of attention layers."""
+        count = apply_qk_norm(state.model, self.initial_scale, state.optimizers)
+        report(_log, logger, {"qk_norm/num_attention_layers": count})
+
+
+def apply_value_residual(model: nn.Module, optimizers: _Optimizers = None) -> int:
+    """Mix the values of the first attention layer of a transformer into the values of each later one.
+
+    Layer `n` attends to `a_n * v_n + b_n * v_1`, where `v_n` are its own values and `v_1` those of the first layer. It
+    learns `a_n` and `b_n`, both 0.5 at first: the parameter `value_mix` of the layer that computes values.
+
+    Supported are `ComposerGPT` and models of transformers with one stack of layers whose attention is named as in
+    GPT-2, BERT, Llama or Mistral. A second call changes nothing.
+
+    Args:
+        model: Changed in place.
+        optimizers: Existing optimizers of the model. The new parameters join the group of the first norm or bias.
+
+    Returns:
+        The number of attention layers that have values of the first one.
+
+    Warns:
+        NoEffectWarning: If the model has no two such layers.
+
+    Example:
+        >>> from composer_models import ComposerGPT
+        >>> model = ComposerGPT(dict(d_model=8, n_heads=2, n_layers=3, vocab_size=32, max_seq_len=8))
+        >>> apply_value_residual(model)
+        2
+
+    Reference:
+        Zhou et al., "Value Residual Learning", 2024, arXiv:2410.17897.
+    """
+    optimizers = as_optimizers(optimizers)
+    old_params: dict[str, Tensor] = dict(model.named_parameters())
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    is_one_stack = not any(getattr(config, "is_encoder_decoder", False) for config in configs)
+    # One layer for all three computes values in the last third of its outputs.
+    found = {layers[-1]: 3 if len(layers) == 1 else 1 for layers, _ in _find_attentions(model)} if is_one_stack else {}
+    values = list(found)
+    if len(values) > 1 and not hasattr(values[1], "value_mix"):
+        first = _FirstValues()
+        for layer, num_parts in found.items():
+            if layer is not values[0]:
+                layer.value_mix = nn.Parameter(layer.weight.new_full((2,), 0.5))
+            layer.register_forward_hook(partial(_mix_values, first, num_parts))
+    if optimizers:
+        _add_next_to_vectors(model, old_params, optimizers)
+    return _count_or_warn("ValueResidual", model, "stack of attention layers that it knows", len(values[1:]))
+
+
+@dataclass(repr=False, eq=False)
+class ValueResidual(ModelSurgery):
+    """Mix the values of the first attention layer of a transformer into the values of each later one.
+
+    On `INIT` it applies `apply_value_residual` to `state.model` and `state.optimizers`, after algorithms that replace
+    layers. Loading a checkpoint of the changed model applies it.
+
+    Example:
+        >>> ValueResidual()
+        ValueResidual()
+
+    Reference:
+        See `apply_value_residual`.
+    """
+
+    surgery_rank = 5
+
+    def apply(self, event: Event, state: State, logger: Logger | None) -> None:
+        """Mix the values, and log the number of layers."""
+        count = apply_value_residual(state.model, state.optimizers)
+        report(_log, logger, {"value_residual/num_attention_layers": count})
+
+
+def apply_logit_softcap(model: nn.Module, cap: float = 30.0) -> int:
+    """Bound the logits of a language model: `cap * tanh(logits / cap)`.
+
+    Supported are `ComposerGPT` and models of transformers with an output layer for tokens. Attention scores stay as
+    they are, since fused attention has no cap; `apply_qk_norm` bounds them. A second call changes nothing.
+
+    Args:
+        model: Changed in place.
+        cap: The bound of the absolute logits, above 0. Gemma 2 has 30.
+
+    Returns:
+        The number of output layers.
+
+    Raises:
+        ValueError: If `cap` is not positive.
+
+    Warns:
+        NoEffectWarning: If the model has no such output layer.
+
+    Example:
+        >>> from composer_models import ComposerGPT
+        >>> model = ComposerGPT(dict(d_model=8, n_heads=2, n_layers=1, vocab_size=32, max_seq_len=8))
+        >>> apply_logit_softcap(model, cap=0.01)
+        1
+        >>> model({"input_ids": torch.arange(8)[None]}).abs().max() <= 0.01
+        tensor(True)
+
+    Reference:
+        Gemma Team, "Gemma 2: Improving Open Language Models at a Practical Size", 2024, arXiv:2408.00118, section 2.
+    """
+    check_interval("(0, inf)", cap=cap)
+    heads = set(_output_layers(model))
+    for head in heads:
+        if not hasattr(head, "_already_softcapped"):
+            head.register_forward_hook(partial(_cap, float(cap)))
+            head._already_softcapped = True
+    return _count_or_warn("LogitSoftcap", model, "output layer for tokens", len(heads))
+
+
+@dataclass(repr=False, eq=False)
+class LogitSoftcap(ModelSurgery):
+    """Bound the logits of a language model.
+
+    On `INIT` it applies `apply_logit_softcap` to `state.model`, after algorithms that replace layers. Loading a
+    checkpoint of the changed model applies it.
+
+    Args:
+        cap: The bound of the absolute logits, above 0.
+
+    Raises:
+        ValueError: If `cap` is not positive.
+
+    Example:
+        >>> LogitSoftcap()
+        LogitSoftcap(cap=30.0)
+
+    Reference:
+        See `apply_logit_softcap`.
+    """
+
+    surgery_rank = 5
+
+    cap: float = 30.0
+
+    def __post_init__(self) -> None:
+        check_interval("(0, inf)", cap=self.cap)
+
+    def apply(self, event: Event, state: State, logger: Logger | None) -> None:
+        """Cap the logits, and log the number of output layers."""
+        report(_log, logger, {"logit_softcap/num_output_layers": apply_logit_softcap(state.model, self.cap)})
+
+
+class _SquaredReLU(nn.Module):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return F.relu(inputs).square()
+
+
+def apply_squared_relu(model: nn.Module) -> int:
+    """Replace the activations in the feed-forward layers of a transformer with `max(x, 0)^2`.
+
+    Replaced are activation modules without parameters in modules named `mlp` or `intermediate`, such as those of
+    `ComposerGPT`, GPT-2, BERT and Llama in transformers, and the vision transformers of torchvision and timm. The gate
+    of a gated feed-forward layer, as in Llama, gets the squared ReLU. A second call changes nothing.
+
+    Args:
+        model: Changed in place.
+
+    Returns:
+        The number of feed-forward layers with the squared ReLU.
+
+    Warns:
+        NoEffectWarning: If the model has no such layer.
+
+    Example:
+        >>> from composer_models import ComposerGPT
+        >>> model = ComposerGPT(dict(d_model=8, n_heads=2, n_layers=1, vocab_size=32, max_seq_len=8))
+        >>> apply_squared_relu(model)
+        1
+        >>> model.model.blocks[0].mlp[1](torch.tensor([-2.0, 3.0]))
+        tensor([0., 9.])
+
+    Reference:
+        So et al., "Primer: Searching for Efficient Transformers for Language Modeling", NeurIPS 2021, arXiv:2109.08668,
+        section 4.1.
+    """
+    found = {
+        module
+        for name, module in model.named_modules()
+        if _FEED_FORWARD.search(name) and type(module).__module__ in _ACTIVATIONS and not list(module.parameters())
+    }
+    replace_module_classes(model, {nn.Module: lambda module, _: _SquaredReLU() if module in found else None})
+    count = sum(isinstance(module, _SquaredReLU) for module in model.modules())
+    return _count_or_warn("SquaredReLU", model, "activation in a module named mlp or intermediate", count)
+
+
+@dataclass(repr=False, eq=False)
+class SquaredReLU(ModelSurgery):
+    """Replace the activations in the feed-forward layers of a transformer with the squared ReLU.
+
+    On `INIT` it applies `apply_squared_relu` to `state.model`, before algorithms that replace feed-forward layers and
+    keep their activation. Loading a checkpoint of the changed model applies it.
+
+    Example:
+        >>> SquaredReLU()
+        SquaredReLU()
+
+    Reference:
+        See `apply_squared_relu`.
+    """
+
+    surgery_rank = 0
+
+    def apply(self, event: Event, state: State, logger: Logger | None) -> None:
+        """Replace the activations, and log their number."""
+        report(_log, logger, {"squared_relu/num_layers": apply_squared_relu(state.model)})
+
+
+def _count_or_warn(method: str, model: nn.Module, missing: str, count: int) -> int:
+    if not count:
+        warnings.warn(
+            f"{method} has no effect on this {type(model).__qualname__}: it has no {missing}. Use ComposerGPT or a "
+            f"model of transformers such as GPT-2, BERT or Llama, or leave {method} out.",
+            NoEffectWarning,
+            stacklevel=3,
+        )
+    return count
+
+
+def _find_attentions(model: nn.Module) -> Iterator[tuple[list[Any], int]]:
+    """Yield the layers of queries, keys and values, or the one for all three, and the size of a head."""
+    for name, module in model.named_modules():
+        # In cross-attention, the c_attn of GPT-2 has no queries, and the values are those of another sequence.
+        if hasattr(module, "q_attn") or "cross" in name:
+            continue
+        attention: Any = module
+        for names in (("qkv",), ("c_attn",), ("query", "key", "value"), ("q_proj", "k_proj", "v_proj")):
+            layers = [getattr(attention, name, None) for name in names]
+            sizes = [getattr(attention, name) for name in ("head_dim", "attention_head_size") if hasattr(module, name)]
+            if hasattr(module, "n_heads") and hasattr(module, "out"):  # ComposerGPT
+                sizes.append(attention.out.in_features // attention.n_heads)
+            if sizes and all(isinstance(layer, nn.Module) for layer in layers):
+                yield layers, sizes[0]
+
+
+# Functions of the module, so that models with them can be copied and pickled.
+def _normalize_queries_and_keys(head_size: int, module: Any, arguments: Any, output: Tensor) -> Tensor:
+    queries, keys, values = output.chunk(3, dim=-1)
+    queries = _normalize_queries(head_size, module, arguments, queries)
+    return torch.cat([queries, _normalize_keys(head_size, module, arguments, keys), values], dim=-1)
+
+
+def _normalize_queries(head_size: int, module: Any, arguments: Any, output: Tensor) -> Tensor:
+    # The RMS norm leaves vectors of length sqrt(d). With the model's division by sqrt(d), d is divided by.
+    scale = module.qk_scale * head_size**-0.5
+    return _normalize_keys(head_size, module, arguments, output) * scale.to(output.dtype)
+
+
+def _normalize_keys(head_size: int, module: Any, arguments: Any, output: Tensor) -> Tensor:
+    heads = output.unflatten(-1, (-1, head_size))
+    return F.rms_norm(heads, (head_size,), eps=_EPS).flatten(-2).to(output.dtype)
+
+
+class _FirstValues:
+    """The values of the first layer in the present forward pass, which copies and pickled models do not have."""
+
+    values: Tensor | None = None
+
+    def __getstate__(self) -> None:
+        return None
+
+
+def _mix_values(first: _FirstValues, num_parts: int, module: Any, arguments: Any, output: Tensor) -> Tensor:
+    *others, values = output.chunk(num_parts, dim=-1)
+    mix = getattr(module, "value_mix", None)
+    if mix is None:
+        first.values = values
+        return output
+    own, other = mix.to(output.dtype)
+    return torch.cat([*others, own * values + other * first.values], dim=-1)
+
+
+def _cap(cap: float, module: Any, arguments: Any, output: Tensor) -> Tensor:
+    return torch.tanh(output / cap) * cap
+
+
+def _output_layers(model: nn.Module) -> Iterator[Any]:
+    from composer_models.gpt import GPT  # loads the metrics
+
+    for module in unwrap_model(model).modules():
+        get_head: Callable[[], Any] = getattr(module, "get_output_embeddings", lambda: None)
+        if isinstance(module, GPT):
+            yield module
+        elif (head := get_head()) is not None:
+            yield head
+
+
+def _add_next_to_vectors(model: nn.Module, old_params: dict[str, Tensor], optimizers: Sequence[Optimizer]) -> None:
+    """Add new parameters to the group of the first norm or bias, since optimizers may treat matrices differently."""
+    trained = {id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
+    vector = next((each for each in old_params.values() if each.ndim == 1 and id(each) in trained), None)
+    new_names = dict(model.named_parameters()).keys() - old_params.keys()
+    predecessors = {} if vector is None else dict.fromkeys(new_names, vector)
+    follow_replacements([Replacement("", {**old_params, **predecessors}, model)], model, optimizers)

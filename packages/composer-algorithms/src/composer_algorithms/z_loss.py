@@ -1,0 +1,90 @@
+"""Z-loss: keep the normalizer of the softmax near 1."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from composer_algorithms._arguments import check_interval
+from composer_algorithms._method import Method
+from composer_algorithms._tensors import require_tensor
+from composer_algorithms.metadata import METHODS
+from composer_events import Event, Logger, State
+
+__all__ = ["METADATA", "ZLoss", "z_loss"]
+
+METADATA = METHODS["z_loss"]
+
+
+def z_loss(logits: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Compute the mean of `log(Z)^2`, where `Z` is the sum of the exponentials of the logits.
+
+    Args:
+        logits: Shape `(..., classes)`. Computed in float32 at least.
+        mask: Shape `(...)`; nonzero where the logits count, such as at tokens that are not padding. All when `None`.
+
+    Returns:
+        A scalar; 0 if nothing counts.
+
+    Example:
+        >>> z_loss(torch.zeros(3, 4).log_softmax(dim=-1))  # Z is 1
+        tensor(0.)
+
+    Reference:
+        Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways", 2022, arXiv:2204.02311, section 5.
+    """
+    squares = logits.to(torch.promote_types(logits.dtype, torch.float32)).logsumexp(dim=-1).square()
+    if mask is None:
+        return squares.mean()
+    weights = (mask != 0).to(squares.dtype)
+    return (squares * weights).sum() / weights.sum().clamp(min=1)
+
+
+@dataclass(repr=False, eq=False)
+class ZLoss(Method):
+    """Add `coefficient * z_loss(logits)` to the loss, so that logits do not drift to large values.
+
+    On `BEFORE_BACKWARD` it changes `state.loss`, after MixUp and CutMix. The logits are `state.outputs`, or their
+    `logits` for outputs of transformers, with classes or tokens in the last dim. An `attention_mask` of their shape in
+    the batch leaves out padding. Like the loss itself, it is a mean over each microbatch.
+
+    Args:
+        coefficient: 0 or more.
+
+    Raises:
+        ValueError: If `coefficient` is negative.
+
+    Example:
+        >>> ZLoss()
+        ZLoss(coefficient=0.0001)
+
+    Reference:
+        See `z_loss`.
+    """
+
+    acts_on = frozenset({Event.BEFORE_BACKWARD})
+    runs_after = frozenset({"MixUp", "CutMix"})  # they replace the loss
+    schedulable = ("coefficient",)
+
+    coefficient: float = 1e-4
+
+    def __post_init__(self) -> None:
+        check_interval("[0, inf)", coefficient=self.coefficient)
+
+    def apply(self, event: Event, state: State, logger: Logger | None) -> None:
+        """Add the term to the loss."""
+        outputs: Any = state.outputs
+        logits = require_tensor(getattr(outputs, "logits", outputs), "the model's output")
+        mask = state.batch.get("attention_mask") if isinstance(state.batch, Mapping) else None
+        if not isinstance(mask, Tensor) or mask.shape != logits.shape[:-1]:
+            mask = None
+        state.loss = _add(state.loss, self.coefficient * z_loss(logits, mask))
+
+
+def _add(loss: Any, term: Tensor) -> Any:
+    """Add a term to a loss, to the `total` of several losses, or as one more of them."""
+    if isinstance(loss, Mapping):
+        return {**loss, "total": loss["total"] + term} if "total" in loss else {**loss, "z_loss": term}
+    return [*loss, term] if isinstance(loss, Sequence) else loss + term

@@ -1,0 +1,182 @@
+"""MuP and surgery on models of transformers."""
+
+import re
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from composer.functional import (
+    apply_logit_softcap,
+    apply_mup,
+    apply_qk_norm,
+    apply_squared_relu,
+    apply_value_residual,
+    apply_zero_init,
+)
+from composer.models import HuggingFaceModel
+from composer.optim import DecoupledAdamW, Muon
+from composer_algorithms import coord_check
+
+transformers = pytest.importorskip("transformers")
+IDS = torch.arange(64).view(4, 16) % 31
+BATCH = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS), "labels": IDS}
+
+
+def gpt2(width, hidden_act="gelu_new", num_hidden_layers=1):
+    sizes = {
+        "n_embd": width,
+        "n_layer": num_hidden_layers,
+        "n_head": 4,
+        "n_positions": 16,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    no_dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=32, activation_function=hidden_act, **sizes, **no_dropout)
+    )
+
+
+def encoder(kind, config, width, **more):
+    sizes = {"hidden_size": width, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 4 * width}
+    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    settings = {"vocab_size": 32, "max_position_embeddings": 32, **sizes, **no_dropout, **more}
+    return getattr(transformers, kind)(getattr(transformers, config)(**settings))
+
+
+def llama(width, **more):
+    sizes = {"hidden_size": width, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 2 * width}
+    config = transformers.LlamaConfig(
+        vocab_size=32, max_position_embeddings=16, bos_token_id=1, eos_token_id=2, **(sizes | more)
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+FAMILIES = {
+    "gpt2": gpt2,
+    "bert": partial(encoder, "BertForMaskedLM", "BertConfig"),
+    "roberta": partial(encoder, "RobertaForMaskedLM", "RobertaConfig"),
+    "llama": llama,
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_flat_with_mup_and_grow_without(family):
+    def make_model(width):
+        return HuggingFaceModel(FAMILIES[family](width))
+
+    with_mup, without = (
+        coord_check(make_model, BATCH, (32, 128), base_width=base, base_heads=base and 4).growth for base in (32, None)
+    )
+    assert max(with_mup.values()) < 0.4  # the mean over a single random vector of token types is noisy
+    assert max(without.values()) > 1.0
+    assert with_mup["logits"] < without["logits"]
+
+
+def test_the_output_layer_of_a_classifier_is_found():
+    model = encoder("BertForSequenceClassification", "BertConfig", 32, num_labels=3).eval()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.4)
+    apply_mup(model, base_width=16, optimizers=optimizer)
+    rates = {id(weight): group["lr"] for group in optimizer.param_groups for weight in group["params"]}
+    assert rates[id(model.classifier.weight)] == 0.4
+    assert rates[id(model.bert.pooler.dense.weight)] == 0.2
+
+
+def test_decay_relative_to_the_initial_rate_stays():
+    model = gpt2(32)
+    optimizer = DecoupledAdamW(model.parameters(), lr=0.4, weight_decay=1e-4)
+    apply_mup(model, base_width=16, optimizers=optimizer)
+    settings = [(group["lr"], group["initial_lr"], group["weight_decay"]) for group in optimizer.param_groups]
+    assert settings == [(0.4, 0.4, 1e-4), (0.2, 0.2, 1e-4)]
+
+
+@pytest.mark.parametrize(("kind", "rate"), [("match_rms_adamw", 0.2), ("original", 0.4)])
+def test_muons_matrices_have_a_rate_of_their_own_and_its_other_weights_that_of_adamw(kind, rate):
+    model = gpt2(64)
+    optimizer = Muon(model, lr=0.4, adjust_lr_fn=kind)
+    apply_mup(model, base_width=16, optimizers=optimizer)
+    assert {group["role"]: group["lr"] for group in optimizer.param_groups} == {"muon": rate, "adamw": 0.4}
+
+
+EACH = pytest.mark.parametrize("family", FAMILIES)
+
+
+def make(family, **more):
+    torch.manual_seed(0)
+    return FAMILIES[family](32, **more).double().eval()
+
+
+@EACH
+@torch.no_grad()
+def test_blocks_with_zero_initialization_are_the_identity(family):
+    model = make(family)
+    assert apply_zero_init(model) == 2
+    (block,) = next(each for each in model.modules() if isinstance(each, nn.ModuleList))
+    seen = []
+    block.register_forward_hook(lambda module, arguments, output: seen.extend([arguments[0], output]))
+    model(IDS)
+    inputs, outputs = (each[0] if isinstance(each, tuple) else each for each in seen)
+    # The norms at the end of the blocks of BERT divide by a standard deviation of 1, up to their epsilon.
+    torch.testing.assert_close(outputs, inputs, rtol=1e-4, atol=1e-9)
+
+
+@EACH
+@torch.no_grad()
+def test_with_normalized_queries_and_keys_their_length_does_not_matter(family):
+    model = make(family)
+    weights = [
+        parameter for name, parameter in model.named_parameters() if re.search("c_attn|query|key|[qk]_proj", name)
+    ]
+    for weight in weights:
+        weight[..., : 64 if "gpt2" in family else None] *= 50.0  # queries and keys, far above the epsilon of the norm
+    assert apply_qk_norm(model, initial_scale=20.0) == 1
+    expected = model(IDS).logits
+    for weight in weights:
+        weight[..., : 64 if "gpt2" in family else None] *= 50.0
+    torch.testing.assert_close(model(IDS).logits, expected, rtol=1e-4, atol=1e-6)
+
+
+@EACH
+@torch.no_grad()
+def test_the_values_of_the_first_layer_can_replace_those_of_the_second(family):
+    model = make(family, num_hidden_layers=2)
+    assert apply_value_residual(model) == 1
+    parameters = dict(model.named_parameters())
+    (name,) = (name for name in parameters if name.endswith("value_mix"))
+    parameters[name].copy_(torch.tensor([0.0, 1.0]))
+    expected = model(IDS).logits
+    weight = parameters[name.replace("value_mix", "weight")]
+    weight[..., -32:] = 0  # values only, or all of those of layers that compute nothing else
+    torch.testing.assert_close(model(IDS).logits, expected)
+    parameters[name].copy_(torch.tensor([1.0, 0.0]))
+    assert not torch.allclose(model(IDS).logits, expected)
+
+
+@EACH
+@torch.no_grad()
+def test_capped_logits_and_squared_relu_are_those_of_the_formula_and_of_transformers(family):
+    plain, model = make(family, hidden_act="relu2"), make(family)
+    assert apply_squared_relu(model) == 1
+    torch.testing.assert_close(model.base_model(IDS)[0], plain.base_model(IDS)[0])
+    logits = model(IDS).logits
+    assert apply_logit_softcap(model, 0.1) == 1
+    torch.testing.assert_close(model(IDS).logits, 0.1 * torch.tanh(logits / 0.1))
+
+
+@EACH
+def test_muon_steps_new_parameters_with_adamw(family):
+    model = make(family, num_hidden_layers=2)
+    optimizer = Muon(model, lr=0.1)
+    apply_qk_norm(model, optimizers=optimizer)
+    apply_value_residual(model, optimizers=optimizer)
+    roles = {id(each): group["role"] for group in optimizer.param_groups for each in group["params"]}
+    new = {name: each for name, each in model.named_parameters() if name.endswith(("qk_scale", "value_mix"))}
+    assert len(new) == 3
+    assert {roles[id(each)] for each in new.values()} == {"adamw"}
+    before = {name: each.detach().clone() for name, each in new.items()}
+    model(IDS, labels=IDS).loss.backward()
+    optimizer.step()
+    assert not any(torch.equal(each, before[name]) for name, each in new.items())
