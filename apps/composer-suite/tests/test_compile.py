@@ -48,6 +48,22 @@ def test_compiled_training_gives_the_same_weights_under_the_same_names(make_trai
         torch.testing.assert_close(found[name], value)
 
 
+def test_hooks_of_a_model_run_though_another_model_of_its_class_was_compiled_before(make_trainer, make_model):
+    """Compiled code was shared, and hooks of methods such as QKNorm did not run."""
+
+    def train_with_hooks(**settings):
+        model = make_model()
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear):
+                module.register_forward_hook(lambda module, inputs, outputs: outputs.tanh() / 10)
+        return train(make_trainer, model=model, **settings).state.model.state_dict()
+
+    expected = train_with_hooks()
+    train(make_trainer, compile_config={"backend": BACKEND})
+    for name, value in train_with_hooks(compile_config={"backend": BACKEND}).items():
+        torch.testing.assert_close(value, expected[name])
+
+
 def test_the_model_runs_compiled(make_trainer):
     calls = []
     trainer = train(make_trainer, compile_config={"backend": count_calls(calls)})

@@ -12,6 +12,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
@@ -365,6 +366,10 @@ class Runtime:
             self._prepare_model()
         # Last: algorithms, the load and the strategy may still have replaced the model or its modules.
         if self._compile_config is not None:  # in place, so that class, attributes and state dict keys do not change
+            # Compiled code does not check that a module has no hooks: code of an earlier model of the same class would
+            # run without the hooks of this one.
+            if any(module._forward_hooks or module._forward_pre_hooks for module in state.model.modules()):  # pyright: ignore[reportPrivateUsage]
+                torch.compiler.reset()
             state.model.compile(**self._compile_config)
         # Training must not depend on how many random numbers algorithms have drawn so far.
         strategies.seed_rank(state.rank_zero_seed, self.strategy)
