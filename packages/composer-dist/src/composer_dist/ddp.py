@@ -187,7 +187,12 @@ class DDP(SingleDevice):
             RuntimeError: Without a process group, or if the ranks' parameters have different shapes.
         """
         if self.sync_strategy is DDPSyncStrategy.FORCED_SYNC:
-            _refuse_sparse_gradients(model)
+            for name, module in model.named_modules():
+                if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse:
+                    raise ValueError(
+                        f"sync_strategy='forced_sync' averages dense gradients only, but the model's {name!r} has "
+                        "sparse ones. Make it with sparse=False, or choose 'single_auto_sync' or 'multi_auto_sync'."
+                    )
         model, optimizers = super().prepare(model, optimizers)
         model = prepare_ddp_module(model, self.find_unused_parameters)
         if isinstance(model, DistributedDataParallel):
@@ -301,15 +306,6 @@ def _register_comm_hook(model: DistributedDataParallel, name: str) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook  # imports NumPy
 
         model.register_comm_hook(powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook)
-
-
-def _refuse_sparse_gradients(model: "Module") -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse:
-            raise ValueError(
-                f"sync_strategy='forced_sync' averages dense gradients only, but the model's {name!r} has sparse ones. "
-                "Make it with sparse=False, or choose 'single_auto_sync' or 'multi_auto_sync'."
-            )
 
 
 BUCKET_BYTES = 25 * 2**20

@@ -69,8 +69,15 @@ def initialize_dist(device: str | Device | None = None, timeout: float = DEFAULT
         return
     _timeout_s = timeout
     if tdist.is_initialized():
-        _check_backend(device)
-        return
+        wanted, name = device.dist_backend or "gloo", tdist.get_backend()
+        backends = dict(part.split(":", 1) for part in tdist.get_backend_config().split(",") if ":" in part)
+        if name == wanted or backends.get(_DEVICE_TYPES.get(wanted, wanted)) == wanted:
+            return
+        raise RuntimeError(
+            f"device={device.name!r} needs the backend {wanted!r}, but torch.distributed is initialized with {name!r}. "
+            "A process group cannot change its backend: restart the process, and initialize with the one that is "
+            "needed."
+        )
     check_environment(os.environ)
     _warn_of_separate_runs(os.environ)
     _make_group(device, timedelta(seconds=timeout))
@@ -96,18 +103,6 @@ def _warn_of_separate_runs(environ: Mapping[str, str]) -> None:
                 variable,
                 tasks,
             )
-
-
-def _check_backend(device: Device) -> None:
-    wanted = device.dist_backend or "gloo"
-    config, name = tdist.get_backend_config(), tdist.get_backend()
-    backends = dict(part.split(":", 1) for part in config.split(",") if ":" in part)
-    if name == wanted or backends.get(_DEVICE_TYPES.get(wanted, wanted)) == wanted:
-        return
-    raise RuntimeError(
-        f"device={device.name!r} needs the backend {wanted!r}, but torch.distributed is initialized with {name!r}. A "
-        "process group cannot change its backend: restart the process, and initialize with the one that is needed."
-    )
 
 
 def _make_group(device: Device, timeout: timedelta) -> None:

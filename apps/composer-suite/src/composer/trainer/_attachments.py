@@ -313,17 +313,6 @@ def _check_autoresume(arguments: TrainerArguments, saver: CheckpointSaver | None
         )
 
 
-def check_load_path(arguments: TrainerArguments, state: State) -> None:
-    """Raise on all ranks if a local checkpoint to load does not exist. Every rank must call this.
-
-    With `autoresume`, the path is known only after the search for checkpoints, and is not checked here.
-    """
-    if arguments.load_path is not None and arguments.load_object_store is None and not arguments.autoresume:
-        from composer_checkpoint.loader import check_local_path  # a slow import that not every run needs
-
-        check_local_path(os.fspath(arguments.load_path), state)
-
-
 def load_at_start(
     arguments: TrainerArguments, saver: CheckpointSaver | None, state: State, logger: Logger, engine: Engine
 ) -> None:

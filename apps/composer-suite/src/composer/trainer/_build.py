@@ -321,7 +321,10 @@ class Runtime:
         strategies.seed_rank(rank_zero_seed, self.strategy)
         self.strategy.place(resolved.model, resolved.optimizers)
         self.state = make_state(arguments, resolved, rank_zero_seed)
-        attachments.check_load_path(arguments, self.state)
+        if arguments.load_path is not None and arguments.load_object_store is None and not arguments.autoresume:
+            from composer_checkpoint.loader import check_local_path  # a slow import that not every run needs
+
+            check_local_path(os.fspath(arguments.load_path), self.state)
         self.position = DataPosition.attach(self.state, arguments.spin_dataloaders)
         self.position.share = strategies.share_of_data(self.strategy)
         self.logger = Logger(self.state, resolved.destinations)

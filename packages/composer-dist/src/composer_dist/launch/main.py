@@ -72,7 +72,12 @@ def _prepare(arguments: Sequence[str]) -> Callable[[], int]:
         return lambda: say(json.dumps(plan, indent=2)) or 0
     check_command(options)
     if rendezvous is not None and (options.rdzv_endpoint or topology is None):
-        check_rendezvous(rendezvous)
+        # With other backends and stores, the endpoint need not be a host.
+        if rendezvous.backend in ("c10d", "static") and rendezvous.config.get("store_type") != "file":
+            endpoint = rendezvous.endpoint
+            host = endpoint.rpartition(":")[0] if ":" in endpoint else endpoint
+            if host := host.strip("[]"):  # of an IPv6 address
+                _wait_for_address(f"--rdzv-endpoint={endpoint!r}", host, rendezvous.max_nodes > 1)
     elif topology is not None:
         check_meeting_point(topology)
     tidy_shared_memory()  # a dataset fails on names that a killed run left behind
@@ -148,16 +153,6 @@ def check_meeting_point(topology: Topology) -> None:
                 f"master_port={port} (from {source}) is taken by another process of this machine. Give another "
                 f"--master-port, {'the same on every node' if topology.is_multi_node else 'or none for a free one'}."
             )
-
-
-def check_rendezvous(rendezvous: Rendezvous) -> None:
-    """Raise if the nodes cannot meet at the rendezvous."""
-    if rendezvous.backend not in ("c10d", "static") or rendezvous.config.get("store_type") == "file":
-        return  # the endpoint need not be a host
-    host, _, _ = rendezvous.endpoint.rpartition(":") if ":" in rendezvous.endpoint else (rendezvous.endpoint, "", "")
-    host = host.strip("[]")  # an IPv6 address
-    if host:
-        _wait_for_address(f"--rdzv-endpoint={rendezvous.endpoint!r}", host, rendezvous.max_nodes > 1)
 
 
 def _wait_for_address(what: str, host: str, is_multi_node: bool) -> None:
