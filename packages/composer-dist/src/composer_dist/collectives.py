@@ -179,9 +179,17 @@ def gather_objects(obj: object, group: "ProcessGroup | None") -> list[Any]:
     """Return every rank's object, in rank order; nothing on ranks outside the group."""
     if tdist.get_rank(group) < 0:
         return []
-    found: list[Any] = [None] * tdist.get_world_size(group)
-    tdist.all_gather_object(found, obj, group=cpu_group(group))
-    return found
+    # Not by torch's `all_gather_object`, which needs NumPy.
+    group = cpu_group(group)
+    payload = pickle.dumps(obj)
+    sizes = [torch.empty(1, dtype=torch.int64) for _ in range(tdist.get_world_size(group))]
+    tdist.all_gather(sizes, torch.tensor([len(payload)]), group=group)
+    # all_gather needs tensors of one size, so shorter payloads are padded.
+    longest = max(int(size) for size in sizes)
+    # Bytearrays, since torch warns about tensors in read-only memory.
+    buffers = [bytearray(longest) for _ in sizes]
+    tdist.all_gather([_view(buffer) for buffer in buffers], _view(bytearray(payload.ljust(longest))), group=group)
+    return [pickle.loads(buffer) for buffer in buffers]  # ignores the padding after the end of the pickle
 
 
 def send_objects(object_list: list[Any], src: int, group: "ProcessGroup | None") -> None:
