@@ -18,6 +18,7 @@ from composer.functional import (
 from composer.models import HuggingFaceModel
 from composer.optim import DecoupledAdamW, Muon
 from composer_algorithms import coord_check
+from composer_events import NoEffectWarning
 
 transformers = pytest.importorskip("transformers")
 IDS = torch.arange(64).view(4, 16) % 31
@@ -137,6 +138,15 @@ def test_with_normalized_queries_and_keys_their_length_does_not_matter(family):
     for weight in weights:
         weight[..., : 64 if "gpt2" in family else None] *= 50.0
     torch.testing.assert_close(model(IDS).logits, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_attention_whose_queries_are_not_a_third_of_its_layer_is_left_as_it_is():
+    config = transformers.GPTBigCodeConfig(vocab_size=32, n_embd=32, n_layer=2, n_head=4, n_positions=16)
+    model = transformers.GPTBigCodeForCausalLM(config)
+    with pytest.warns(NoEffectWarning, match="QKNorm has no effect"):
+        assert apply_qk_norm(model) == 0
+    with pytest.warns(NoEffectWarning, match="ValueResidual has no effect"):
+        assert apply_value_residual(model) == 0
 
 
 @EACH

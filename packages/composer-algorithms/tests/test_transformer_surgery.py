@@ -89,16 +89,21 @@ def test_later_layers_attend_to_a_mixture_with_the_values_of_the_first():
 
 
 def test_the_values_of_the_first_layer_survive_activation_checkpointing():
-    def gradients(is_checkpointed):
+    def gradients(is_checkpointed, use_reentrant=False):
         model = gpt(n_layers=3)
         cf.apply_value_residual(model)
         if is_checkpointed:
             for block in model.model.blocks:
                 forward = block.forward
-                block.forward = lambda *args, forward=forward: checkpoint(forward, *args, use_reentrant=False)
-        return torch.autograd.grad(model.loss(model(BATCH), BATCH), list(model.parameters()))
+                block.forward = lambda *args, forward=forward: checkpoint(forward, *args, use_reentrant=use_reentrant)
+        loss = model.loss(model(BATCH), BATCH)
+        loss.backward()
+        return [parameter.grad for parameter in model.parameters()]
 
     torch.testing.assert_close(gradients(is_checkpointed=True), gradients(is_checkpointed=False))
+    # It would leave out the gradients of the first layer's values.
+    with pytest.raises(RuntimeError, match="ValueResidual needs activation checkpointing with use_reentrant=False"):
+        gradients(is_checkpointed=True, use_reentrant=True)
 
 
 def test_the_cap_bounds_logits_with_the_derivative_of_tanh():

@@ -350,8 +350,14 @@ def unwritten_memory_is_nan():
 @pytest.mark.usefixtures("unwritten_memory_is_nan")
 @pytest.mark.parametrize(
     ("make", "options"),
-    [(DecoupledSGDW, {}), (DecoupledSGDW, {"momentum": 0.9}), (DecoupledAdamW, {})],
-    ids=["sgdw", "sgdw-momentum", "adamw"],
+    [
+        (DecoupledSGDW, {}),
+        (DecoupledSGDW, {"momentum": 0.9}),
+        (DecoupledAdamW, {}),
+        (DecoupledAdamW, {"cautious_updates": True}),
+        (DecoupledAdamW, {"clip_updates": True}),
+    ],
+    ids=["sgdw", "sgdw-momentum", "adamw", "adamw-cautious", "adamw-clip"],
 )
 def test_a_step_that_overflowed_changes_nothing_not_even_by_decay(make, options):
     params = make_params(torch.float32)

@@ -417,8 +417,9 @@ def _count_or_warn(method: str, model: nn.Module, missing: str, count: int) -> i
 def _find_attentions(model: nn.Module) -> Iterator[tuple[list[Any], int]]:
     """Yield the layers of queries, keys and values, or the one for all three, and the size of a head."""
     for name, module in model.named_modules():
-        # In cross-attention, the c_attn of GPT-2 has no queries, and the values are those of another sequence.
-        if hasattr(module, "q_attn") or "cross" in name:
+        # In cross-attention, the c_attn of GPT-2 has no queries, and the values are those of another sequence. That of
+        # GPT-BigCode, which has `multi_query`, is not three equal parts.
+        if hasattr(module, "q_attn") or hasattr(module, "multi_query") or "cross" in name:
             continue
         attention: Any = module
         for names in (("qkv",), ("c_attn",), ("query", "key", "value"), ("q_proj", "k_proj", "v_proj")):
@@ -452,6 +453,7 @@ class _FirstValues:
     """The values of the first layer in the present forward pass, which copies and pickled models do not have."""
 
     values: Tensor | None = None
+    has_graph = True  # whether gradients are computed through them
 
     def __getstate__(self) -> None:
         return None
@@ -461,8 +463,13 @@ def _mix_values(first: _FirstValues, num_parts: int, module: Any, arguments: Any
     *others, values = output.chunk(num_parts, dim=-1)
     mix = getattr(module, "value_mix", None)
     if mix is None:
-        first.values = values
+        first.values, first.has_graph = values, torch.is_grad_enabled()
         return output
+    if torch.is_grad_enabled() and not first.has_graph:
+        raise RuntimeError(
+            "ValueResidual needs activation checkpointing with use_reentrant=False: the reentrant implementation does "
+            "not compute the gradients of the first layer's values."
+        )
     own, other = mix.to(output.dtype)
     return torch.cat([*others, own * values + other * first.values], dim=-1)
 

@@ -233,7 +233,8 @@ class DecoupledAdamW(Decoupled, AdamW):
         updates = [torch.zeros_like(param) for param in params]
         self.adamw(updates, *lists, **{**options, "weight_decay": 0.0})
         for param, update, grad, state in zip(params, updates, lists[0], states, strict=True):
-            param.addcmul_(update, _update_factor(grad, state, group))
+            # The updates of a skipped step are 0, but its gradients, and with them the factor, may be NaN.
+            param.addcmul_(update, _update_factor(grad, state, group).nan_to_num_(0.0))
 
     @staticmethod
     def adamw(
