@@ -140,6 +140,22 @@ def test_with_normalized_queries_and_keys_their_length_does_not_matter(family):
     torch.testing.assert_close(model(IDS).logits, expected, rtol=1e-4, atol=1e-6)
 
 
+def test_blocks_of_which_only_a_part_is_zero_are_reported():
+    sizes = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "attention_types": [[["global"], 2]]}
+    model = transformers.GPTNeoForCausalLM(transformers.GPTNeoConfig(vocab_size=32, intermediate_size=32, **sizes))
+    with pytest.warns(UserWarning, match=r"only some residual branches .* such as transformer.h.0.mlp.c_proj, "):
+        assert apply_zero_init(model) == 2
+
+
+def test_models_with_two_stacks_get_no_values_of_a_first_layer():
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = transformers.CLIPTextConfig(**sizes, vocab_size=32, max_position_embeddings=8, eos_token_id=2)
+    vision = transformers.CLIPVisionConfig(**sizes, image_size=8, patch_size=4)
+    clip = transformers.CLIPModel(transformers.CLIPConfig(text_config=text.to_dict(), vision_config=vision.to_dict()))
+    with pytest.warns(NoEffectWarning, match="no stack of attention layers"):
+        assert apply_value_residual(clip) == 0
+
+
 def test_attention_whose_queries_are_not_a_third_of_its_layer_is_left_as_it_is():
     config = transformers.GPTBigCodeConfig(vocab_size=32, n_embd=32, n_layer=2, n_head=4, n_positions=16)
     model = transformers.GPTBigCodeForCausalLM(config)

@@ -11,6 +11,7 @@ from torchmetrics import MeanMetric, SumMetric
 
 from composer.algorithms import MixUp
 from composer.core import Algorithm, Callback, DataSpec, Event
+from composer.loggers import InMemoryLogger
 from composer.models import ComposerModel
 
 
@@ -129,3 +130,48 @@ def test_the_dataloaders_label_is_on_the_state_and_names_nothing_in_the_log(make
     assert trainer.state.dataloader_label == "mine"
     assert "metrics/train/MulticlassAccuracy" in logged
     assert not [name for name in logged if "mine" in name]
+
+
+class InPlace(torch.autograd.Function):
+    """Returns a loss in memory that the next microbatch writes to, as the output of a CUDA graph is."""
+
+    @staticmethod
+    def forward(ctx, loss, memory):
+        memory.data.copy_(loss.data)
+        return memory.view_as(memory).detach()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+class Zeroes(Callback):
+    def after_backward(self, state, logger):
+        state.loss.detach().zero_()
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("callbacks", [[], [Zeroes()]], ids=["memory", "callback"])
+def test_losses_are_logged_as_they_were_before_their_memory_was_used_again(
+    make_trainer, make_model, make_loader, callbacks, num_microbatches
+):
+    memory, seen, log = torch.zeros(()), [], InMemoryLogger()
+
+    def loss(outputs, batch):
+        value = cross_entropy(outputs, batch[1])
+        seen.append(value.item())
+        return InPlace.apply(value, memory)
+
+    model = make_model()
+    model.loss = loss
+    make_trainer(
+        model=model,
+        train_dataloader=make_loader(16, 4),
+        max_duration="1ep",
+        device_train_microbatch_size=4 // num_microbatches,
+        loggers=log,
+        callbacks=callbacks,
+    ).fit()
+    of_batches = torch.tensor(seen).view(-1, num_microbatches).mean(dim=1)
+    logged = torch.stack([value for _, value in log.data["loss/train/total"]])
+    torch.testing.assert_close(logged, of_batches)

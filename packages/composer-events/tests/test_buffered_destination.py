@@ -228,16 +228,17 @@ class OnlyLatest(Late):
     takes_latest = True
 
 
-@pytest.mark.parametrize(("others", "expected"), [((), [5, 8]), ((Late(),), [3, 2, 5, 8])])
-def test_what_is_logged_lazily_in_several_batches_is_computed_for_the_last_where_only_that_counts(others, expected):
+@pytest.mark.parametrize(("others", "expected"), [((), [3, 7, 4, 8]), ((Late(),), [3, 1, 7, 4, 8])])
+def test_what_is_replaced_later_is_not_computed_where_only_the_latest_counts(others, expected):
     late, divide, state = OnlyLatest(), Division(), SimpleNamespace(timestamp=Timestamp(batch=3))
     logger = Logger(state, [late, *others])
-    log_lazily(state, logger, divide, 6, 2)
-    log_lazily(state, logger, divide, 6, 3)
+    log_lazily(state, logger, divide, 6, 2)  # the same function, and nothing replaces it
+    log_lazily(state, logger, divide, 2, 2, replaces="speed")
+    log_lazily(state, logger, divide, 14, 2, replaces="other")
     logger.log_metrics({"loss": 0.5})
     state.timestamp = Timestamp(batch=9)
-    log_lazily(state, logger, divide, 10, 2)
-    log_lazily(state, logger, divide, 16, 2)
+    log_lazily(state, logger, divide, 8, 2)
+    log_lazily(state, logger, divide, 16, 2, replaces="speed")
     late.catch_up()
     assert [metrics["speed"] for metrics in late.metrics if "speed" in metrics] == expected
     assert {"loss": 0.5} in late.metrics

@@ -38,6 +38,7 @@ _log = logging.getLogger("composer.algorithms.transformer_surgery")
 _Optimizers = Optimizer | Sequence[Optimizer] | None
 # The last layers of residual branches in GPT-2 (c_proj), Llama and its relatives, and BERT; ComposerGPT has a class.
 _RESIDUAL = re.compile(r"(^|\.)(c_proj|o_proj|down_proj|output\.dense)$")
+_IN_BLOCK = re.compile(r"(.*?\.\d+)\.(.*)")  # the path of a block, and that of a layer in it
 _FEED_FORWARD = re.compile(r"(^|\.)(mlp|intermediate)\.")
 _ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
 _EPS = 1e-6
@@ -60,6 +61,7 @@ def apply_zero_init(model: nn.Module) -> int:
 
     Warns:
         NoEffectWarning: If the model has no such layer.
+        UserWarning: If a block has such layers in only one of attention and feed-forward.
 
     Example:
         >>> from composer_models import ComposerGPT
@@ -73,14 +75,28 @@ def apply_zero_init(model: nn.Module) -> int:
     """
     from composer_models.gpt import ResidualProjection  # loads the metrics
 
-    found = [m for name, m in model.named_modules() if isinstance(m, ResidualProjection) or _RESIDUAL.search(name)]
-    layers: list[Any] = [getattr(module, "module1", module) for module in found]  # the second layer of a factorized one
+    found = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, ResidualProjection) or _RESIDUAL.search(name)
+    }
+    # The second layer of a factorized one.
+    layers: list[Any] = [getattr(module, "module1", module) for module in found.values()]
     for layer in layers:
         if any(parameter.is_meta for parameter in layer.parameters()):
             raise ValueError("ZeroInit sets weights, and those of this model are on the meta device. Initialize them.")
         for parameter in layer.parameters(recurse=False):
             nn.init.zeros_(parameter)
-    return _count_or_warn("ZeroInit", model, "residual branch whose last layer it knows", len(layers))
+    blocks: dict[bool, set[str]] = {True: set(), False: set()}  # of attention, and of feed-forward layers
+    for match in filter(None, map(_IN_BLOCK.match, found)):
+        blocks["att" in match[2]].add(match[1])
+    if blocks[True] != blocks[False]:
+        warnings.warn(
+            f"ZeroInit sets only some residual branches of this {type(model).__qualname__} to zero, such as "
+            f"{', '.join(list(found)[:2])}: not every block is the identity.",
+            stacklevel=2,
+        )
+    return _count_or_warn("ZeroInit", model, "known last layer of a residual branch", len(layers))
 
 
 @dataclass(repr=False, eq=False)
@@ -228,10 +244,12 @@ def apply_value_residual(model: nn.Module, optimizers: _Optimizers = None) -> in
     """
     optimizers = as_optimizers(optimizers)
     old_params: dict[str, Tensor] = dict(model.named_parameters())
-    configs = [getattr(module, "config", None) for module in model.modules()]
-    is_one_stack = not any(getattr(config, "is_encoder_decoder", False) for config in configs)
     # One layer for all three computes values in the last third of its outputs.
-    found = {layers[-1]: 3 if len(layers) == 1 else 1 for layers, _ in _find_attentions(model)} if is_one_stack else {}
+    found = {layers[-1]: 3 if len(layers) == 1 else 1 for layers, _ in _find_attentions(model)}
+    names = {module: name for name, module in model.named_modules()}
+    # By the path of a layer up to its number, since an encoder and a decoder, or the towers of CLIP, are two stacks.
+    if len({re.split(r"\.\d+\.", names[layer])[0] for layer in found}) > 1:
+        found = {}
     values = list(found)
     if len(values) > 1 and not hasattr(values[1], "value_mix"):
         first = _FirstValues()

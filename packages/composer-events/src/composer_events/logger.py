@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Hashable, Sequence, Set
 from pathlib import Path
 from typing import Any, Final
 
@@ -203,7 +203,13 @@ class Logger:
 _LOG_METRICS: Final = Logger.log_metrics  # the original, because tests replace it on the class or on a logger
 
 
-def log_lazily(state: State, logger: Logger, compute: Callable[..., dict[str, Any]], *arguments: Any) -> None:
+def log_lazily(
+    state: State,
+    logger: Logger,
+    compute: Callable[..., dict[str, Any]],
+    *arguments: Any,
+    replaces: Hashable | None = None,
+) -> None:
     """Log numbers that are computed only when a destination reads them.
 
     During a short training step, little Python code and data is in the processor's caches, so a small computation takes
@@ -216,6 +222,8 @@ def log_lazily(state: State, logger: Logger, compute: Callable[..., dict[str, An
         compute: Called with the current timestamp, which it must not change, and `arguments`. Returns metrics by name
             in a new dict; an empty one logs nothing. Its errors are raised where the metrics are read.
         arguments: Further arguments. They must not change any more: numbers, but not the state.
+        replaces: A key. Numbers with this key from earlier batches, which must have the same names, are no longer
+            computed for destinations that set `takes_latest`. `None` computes them all.
 
     Example:
         >>> from types import SimpleNamespace
@@ -229,6 +237,6 @@ def log_lazily(state: State, logger: Logger, compute: Callable[..., dict[str, An
     is_usual = getattr(log_metrics, "__func__", None) is _LOG_METRICS and log_metrics.__self__ is logger
     if is_usual and not logger._at_once:  # pyright: ignore[reportPrivateUsage]
         if (note_call := logger._note_call) is not None:  # pyright: ignore[reportPrivateUsage]
-            note_call(compute, arguments, state.timestamp)
+            note_call(compute, arguments, state.timestamp, replaces)
     elif metrics := compute(state.timestamp, *arguments):
         logger.log_metrics(metrics)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from threading import RLock
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias, TypeGuard, cast
@@ -255,7 +255,8 @@ LoggedMetrics: TypeAlias = "tuple[dict[str, Any], dict[str, Any], Timestamp | No
 or the same dict again if no destination sets `copies_values`; the time, or `None` if a destination was called
 directly; and the step, if the caller passed one."""
 
-_Noted: TypeAlias = "tuple[dict[str, Any] | Callable[..., dict[str, Any]], Any, Timestamp | None, int | None]"
+_Noted: TypeAlias = "tuple[dict[str, Any] | Callable[..., dict[str, Any]], Any, Timestamp | None, Hashable | None]"
+"""Of a function, the last entry is the key of what it replaces."""
 
 
 class BufferedDestination(LoggerDestination):
@@ -269,8 +270,8 @@ class BufferedDestination(LoggerDestination):
 
     Attributes:
         copies_values: Whether it needs values as of the logging call, though tensors may have changed since.
-        takes_latest: Whether it needs only the latest values, so that a function given to `log_lazily` in several
-            batches is called for the last of them alone.
+        takes_latest: Whether it needs only the latest values, so that earlier ones need not be computed; see
+            `replaces` of `log_lazily`.
 
     Example:
         >>> from types import SimpleNamespace
@@ -397,11 +398,17 @@ class MetricBuffer:
         if len(self._noted) >= _MOST_KEPT:
             self.deliver()
 
-    def note_call(self, compute: Callable[..., dict[str, Any]], arguments: Sequence[Any], timestamp: Timestamp) -> None:
+    def note_call(
+        self,
+        compute: Callable[..., dict[str, Any]],
+        arguments: Sequence[Any],
+        timestamp: Timestamp,
+        replaces: Hashable | None = None,
+    ) -> None:
         """Buffer a function whose result is to be logged, and call it on delivery."""
         if timestamp is not self._seen or timestamp.num_batches != self._batch:
             self._look_at(timestamp)
-        self._noted.append((compute, arguments, self._now, None))
+        self._noted.append((compute, arguments, self._now, replaces))
         if len(self._noted) >= _MOST_KEPT:
             self.deliver()
 
@@ -429,7 +436,7 @@ class MetricBuffer:
         logged: list[LoggedMetrics] = []
         for kept, copies, now, step in noted:
             if not callable(kept):
-                logged.append((kept, copies, now, step))
+                logged.append((kept, copies, now, cast("int | None", step)))
                 continue
             try:
                 metrics = kept(now, *copies)
@@ -440,18 +447,19 @@ class MetricBuffer:
                 rest.callback(_raise, error)
                 continue
             if metrics:
-                logged.append((*_as_of_now(metrics, self._copies), now, step))
+                logged.append((*_as_of_now(metrics, self._copies), now, None))
         return logged
 
 
 def _latest(noted: Sequence[_Noted]) -> Sequence[_Noted]:
-    """Leave out functions that were noted again at a later time."""
+    """Leave out functions whose numbers were replaced later."""
     kept: list[_Noted] = []
-    times: dict[object, Timestamp | None] = {}
+    keys: set[Hashable] = set()
     for entry in reversed(noted):
-        function = getattr(entry[0], "__func__", entry[0])
-        if not callable(function) or times.setdefault(function, entry[2]) is entry[2]:
+        key = entry[3] if callable(entry[0]) else None
+        if key is None or key not in keys:
             kept.append(entry)
+            keys.add(key)
     return kept[::-1]
 
 

@@ -286,8 +286,15 @@ class BatchLosses:
         self._parts, self._total, self._sums = {}, None, None
 
     def add(self, name: str, value: Tensor, share: float) -> None:
-        """Add the loss of a microbatch, a scalar weighted by its share of the batch of all ranks."""
-        self._parts.setdefault(name, []).append((value, share))
+        """Add the loss of a microbatch, a scalar, and its share of the batch of all ranks."""
+        weighted = weigh(value.detach(), share)
+        # Until the losses are read, a callback or a CUDA graph may change the original in place.
+        self._parts.setdefault(name, []).append((weighted.clone() if share == 1.0 else weighted, share))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The log names of the losses."""
+        return tuple(self._parts)
 
     @property
     def total(self) -> Tensor:
@@ -324,6 +331,14 @@ class BatchLosses:
         if len(self._parts[TOTAL]) > 1 and not (total.is_cpu and math.isfinite(total.item())):
             return means_of(self.sums())
         return {name: total if name == TOTAL else self.sums()[name].mean(is_total=False) for name in self._parts}
+
+
+def weigh(loss: Tensor, share: float) -> Tensor:
+    """Return a loss multiplied by the share of its microbatch."""
+    if share == 1.0:
+        return loss
+    # Not a product with 0: the loss of a microbatch without weight may be NaN.
+    return loss * share if share else torch.zeros_like(loss)
 
 
 def _sum_of(parts: Sequence[tuple[Tensor, float]]) -> Tensor:

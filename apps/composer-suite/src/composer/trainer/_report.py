@@ -135,7 +135,7 @@ class Report:
         if not self._ranks.shares_results:
             state.pending_results = functools.partial(_store_means, state, losses)
             if logger.destinations:
-                log_lazily(state, logger, _means, losses)
+                log_lazily(state, logger, _means, losses, replaces=losses.names)
             self.metrics()
             return
         before = self._latest
@@ -146,7 +146,7 @@ class Report:
             before.read()  # the state keeps the latest value of each metric
         state.pending_results = self._latest.read
         if logger.destinations:
-            log_lazily(state, logger, self._latest.losses_to_log)
+            log_lazily(state, logger, self._latest.losses_to_log, replaces=losses.names)
             self.metrics()
 
     def metrics(self) -> None:
@@ -154,7 +154,8 @@ class Report:
         destinations = self._logger.destinations
         if self._latest is not None:
             if destinations:
-                log_lazily(self._state, self._logger, self._latest.metrics_to_log)
+                replaces = self._latest.names_of_metrics
+                log_lazily(self._state, self._logger, self._latest.metrics_to_log, replaces=replaces)
         # `listen` is the same on every rank, as the collectives of torchmetrics require.
         elif self._ranks.listen and (destinations or self._state.train_metrics):
             values = self._metrics.compute()

@@ -224,6 +224,11 @@ class SharedResults:
         self._lock, self._is_read = RLock(), False  # a destination may read from a thread
 
     @property
+    def names_of_metrics(self) -> tuple[str, ...]:
+        """The names of the metrics that were updated in this batch."""
+        return ("metrics", *self._values)
+
+    @property
     def has_all_metrics(self) -> bool:
         """True if every metric of the state was updated in this batch."""
         return len(self._values) == len(self._metrics.metrics)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from composer.trainer import _error_context as error_context
 from composer.trainer._divergence_guard import DivergenceGuard
 from composer.trainer._microbatching import HalveOnOom, check_token_weights, size_for
-from composer.trainer._rank_sync import TOTAL, BatchLosses, Ranks, mean_total
+from composer.trainer._rank_sync import TOTAL, BatchLosses, Ranks, mean_total, weigh
 from composer.trainer._report import TrainMetrics
 from composer.trainer._scaler import unscale
 from composer_dist import get_precision_context
@@ -216,10 +216,10 @@ class BatchTrainer:
             named = name_losses(total)
             total = named.pop(TOTAL)
             for name, value in named.items():
-                losses.add(name, _weigh(value.detach(), share), share)
-        weighted = _weigh(_mean(total), share)
-        losses.add(TOTAL, weighted.detach(), share)
-        self._backward(weighted, share)
+                losses.add(name, value, share)
+        total = _mean(total)
+        losses.add(TOTAL, total, share)
+        self._backward(weigh(total, share), share)
         run_event(Event.AFTER_BACKWARD)
 
         self.metrics.update(state.outputs, self.autocast)
@@ -347,13 +347,6 @@ def name_losses(loss: object) -> dict[str, Tensor]:
     if TOTAL not in parts:
         parts[TOTAL] = torch.stack(list(parts.values())).sum()
     return parts
-
-
-def _weigh(loss: Tensor, share: float) -> Tensor:
-    if share == 1.0:
-        return loss
-    # Not a product with 0: the loss of a microbatch without weight may be NaN.
-    return loss * share if share else torch.zeros_like(loss)
 
 
 def _zero_over(outputs: Any) -> Tensor:
