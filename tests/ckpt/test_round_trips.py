@@ -70,6 +70,15 @@ def test_a_checkpoint_comes_back_from_a_folder_with_its_names_and_ties(name, mak
     assert len({weight.data_ptr() for weight in found.values()}) == len(own)
 
 
+def test_methods_that_a_folder_does_not_contain_are_reported(make_model, checkpoint_of, ckpt, tmp_path):
+    content = checkpoint_of(make_model("gpt2"))
+    content["state"]["algorithms"] = [("LogitSoftcap", {"repr": "LogitSoftcap(cap=30.0)"}), ("EMA", {})]
+    save_file(content, tmp_path / "ep1.pt")
+    code, plan = ckpt("convert", tmp_path / "ep1.pt", tmp_path / "out")
+    assert code == 0
+    assert [note for note in plan["warnings"] if "trained with LogitSoftcap, which" in note]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", AUTO)
 def test_strangers_load_a_folder_and_get_the_same_logits(name, make_model, checkpoint_of, ckpt, stranger, tmp_path):

@@ -50,7 +50,7 @@ def plan_folder(source: TensorSource, options: ConvertOptions, stack: ExitStack)
     chosen, renamed, changes = choose_weights(source, options, nan)
     refuse_sparse(chosen, "--to hf")
     refuse_quantized(chosen, "--to hf")
-    notes = [*_notes_on_adapters(metadata, options), *notes_on_the_rest(source)]
+    notes = [*_notes_on_adapters(metadata, options), *_notes_on_methods(source), *notes_on_the_rest(source)]
     is_adapter = metadata.peft_config is not None and options.peft != "merge"
     weights = _named_as_in_composer(chosen, source, metadata)
     if source.format == "hf" and metadata.peft_config is not None:  # an adapter folder contains only trained weights
@@ -85,6 +85,19 @@ def plan_folder(source: TensorSource, options: ConvertOptions, stack: ExitStack)
         warnings=notes,
         dropped_aliases=dropped,
     )
+
+
+# Algorithms that change what a model computes, but neither its weights nor its config.
+_WITHOUT_TRACE = ("LogitSoftcap", "SquaredReLU")
+
+
+def _notes_on_methods(source: TensorSource) -> list[str]:
+    state: Any = source.tree.get("state") if isinstance(source.tree, Mapping) else None
+    saved: Any = state.get("algorithms") if isinstance(state, Mapping) else None
+    pairs = [item for item in saved or () if isinstance(item, list | tuple) and len(item) == 2]
+    if not (names := [name for name in _WITHOUT_TRACE if name in [pair[0] for pair in pairs]]):
+        return []
+    return [f"trained with {' and '.join(names)}, which a model loaded from this folder does not apply by itself"]
 
 
 def _published(

@@ -109,7 +109,7 @@ class Ranks:
             num_tokens: Of this rank.
             end_batch_s: Returns the seconds since its last call. With several ranks it is called now, so that a batch
                 lasts from the start of the previous one to its own, on all ranks as on rank 0.
-            flags: Sent along, as many on every rank.
+            flags: Sent along, the same number on every rank.
         """
         self._of_batch, self._total = (num_samples, num_tokens, end_batch_s), None
         if self._is_alone or (self.same_batch_size and not self.may_stop and self._count_tokens is False):
@@ -274,7 +274,7 @@ class LossSum:
 
 
 class BatchLosses:
-    """The losses of this rank's microbatches, added up when somebody reads them."""
+    """The losses of this rank's microbatches, added up when they are read."""
 
     def __init__(self) -> None:
         self._parts: dict[str, list[tuple[Tensor, float]]] = {}
@@ -402,7 +402,7 @@ class LossMeans:
         return [torch.tensor([has_news, *(name in sums for name in self._names)]), parts]
 
     def end(self, losses: BatchLosses, gathered: Sequence[Tensor]) -> Callable[[], dict[str, Tensor]]:
-        """Take note of new names, and return a function that returns the means over the samples of all ranks.
+        """Record new names, and return a function that returns the means over the samples of all ranks.
 
         They include losses that only other ranks have. When a name first occurs after the first batch, the ranks that
         have it return their own value.
