@@ -95,7 +95,7 @@ def train_all() -> dict[str, list[torch.Tensor]]:
     }
     # Seen before: "the dataloader has no attribute batch_size", although deepspeed_config said it.
     found |= {f"{stage}, unknown": train(stage, 1, is_known=False) for stage in STAGES}
-    with pytest.raises(ValueError, match="schedule of 'batch_size', which does not go with deepspeed_config"):
+    with pytest.raises(ValueError, match="schedule of 'batch_size', which cannot be combined with deepspeed_config"):
         train(0, 1, schedulers=Schedule("batch_size", falling))
     return found | {f"{stage}, scheduled": train(stage, 2, schedulers=SCHEDULES) for stage in STAGES}
 

@@ -176,7 +176,7 @@ def apply_qk_norm(model: nn.Module, initial_scale: float | None = None, optimize
             others[0].register_forward_hook(partial(_normalize_keys, head_size))
     if optimizers:
         _add_next_to_vectors(model, old_params, optimizers)
-    return _count_or_warn("QKNorm", model, "attention whose queries and keys it knows", len(attentions))
+    return _count_or_warn("QKNorm", model, "attention layer of a supported kind", len(attentions))
 
 
 @dataclass(repr=False, eq=False)
@@ -259,7 +259,7 @@ def apply_value_residual(model: nn.Module, optimizers: _Optimizers = None) -> in
             layer.register_forward_hook(partial(_mix_values, first, num_parts))
     if optimizers:
         _add_next_to_vectors(model, old_params, optimizers)
-    return _count_or_warn("ValueResidual", model, "stack of attention layers that it knows", len(values[1:]))
+    return _count_or_warn("ValueResidual", model, "stack of attention layers of a supported kind", len(values[1:]))
 
 
 @dataclass(repr=False, eq=False)

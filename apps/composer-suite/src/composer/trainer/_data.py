@@ -101,7 +101,7 @@ class TrainBatches:
         elif self._open is not None and self._position.sizes is None:
             reason = "an epoch that has begun without it. Call fit with it at the end of an epoch"
         if reason is not None:
-            raise ValueError(f"schedulers has a schedule of 'batch_size', which does not go with {reason}.")
+            raise ValueError(f"schedulers has a schedule of 'batch_size', which cannot be combined with {reason}.")
         if self._position.sizes is None:
             self._position.sizes = BatchSizes(cast("int", size), self._ranks.world_size)
         if state.dataloader_len is not None:  # epochs have an unknown number of batches from here on

@@ -161,7 +161,7 @@ class BatchTrainer:
             if size is None or self.state.grad_accum is not None:
                 size = size_for(batch, self.data_spec, self.state)
             position = self.state.data_position
-            if position is not None and position.sizes is not None:  # a small batch is no surprise to warn of
+            if position is not None and position.sizes is not None:  # `split_batch` would warn of a small batch
                 size = min(size, self.data_spec.get_num_samples_in_batch(batch))
             return cut(batch, self.data_spec, size)
         except Exception as error:
