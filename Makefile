@@ -24,11 +24,14 @@ train: .venv/.train  ## Train the example network on the CPU, in two processes.
 stdlib-gpt: .venv/.synced  ## Train a small language model on two ranks, convert it, and generate with plain transformers.
 	$(BIN)/composer -n 2 examples/stdlib_gpt.py
 
+# Two workers that compute with two threads each would wait for each other on two cores.
+ONE_THREAD = OMP_NUM_THREADS=1
+
 test: .venv/.synced  ## Run every test and every example of a docstring or page, on two cores.
-	$(BIN)/python -m pytest -n 2 --dist loadfile --doctest-modules -q
+	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 --dist loadfile --doctest-modules -q
 
 test-transformers4: .venv-transformers4/.synced  ## What depends on transformers, on its older major version.
-	.venv-transformers4/bin/python -m pytest -n 2 --dist loadfile -q $(TRANSFORMERS_TESTS)
+	$(ONE_THREAD) .venv-transformers4/bin/python -m pytest -n 2 --dist loadfile -q $(TRANSFORMERS_TESTS)
 
 docs: .venv/.synced  ## Build the site of the documentation into site/.
 	$(BIN)/python tools/docs/build.py

@@ -63,6 +63,8 @@ class Environment:
         # environment serves the next one in the same place, since uv installs the same files there: to compile torch
         # and what is around it takes longer than most packages' tests.
         own = {"PYTHONPATH": "", "PYTHONPYCACHEPREFIX": str(self.made_by.compiled)}
+        # Several environments run at a time, and threads of one would wait for those of another.
+        own["OMP_NUM_THREADS"] = "1"
         return call([f"{self.place}/bin/python", *arguments], env={**variables, **own}, **settings)
 
     def _pip(self, verb: str) -> list[str]:
