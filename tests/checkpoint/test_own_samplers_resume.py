@@ -5,11 +5,12 @@ import random
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from composer import Callback, Trainer
 from composer.models import ComposerModel
 from composer.utils import dist
+from composer_dist import LengthCurriculumSampler, RepeatedAugmentationSampler
 from composer_dist.testing import run_ranks
 
 NUM_SAMPLES, BATCH_SIZE, NUM_EPOCHS = 12, 4, 3
@@ -77,6 +78,19 @@ def bucketed(kind, name="epoch", **workers):
     return DataLoader(numbers, batch_sampler=kind(sampler, name), **workers)
 
 
+class Augmented(Dataset):
+    def __len__(self):
+        return NUM_SAMPLES * dist.get_world_size()
+
+    def __getitem__(self, index):
+        return index + torch.rand(()).item()
+
+
+def sampled(make):
+    data = Augmented()
+    return DataLoader(data, BATCH_SIZE, sampler=make(data))
+
+
 class SetsEpoch(Callback):
     """What scripts did where the Trainer did not: in the way `how`."""
 
@@ -98,6 +112,8 @@ WAYS = {
     "workers": (lambda: DataLoader(Stream(), BATCH_SIZE, num_workers=1), None),
     "persistent workers": (lambda: persistent(Stream()), None),
     "no DataLoader": (NoDataLoader, None),
+    "repeated augmentation": (lambda: sampled(lambda data: RepeatedAugmentationSampler(data, 2)), None),
+    "length curriculum": (lambda: sampled(lambda data: LengthCurriculumSampler(data, range(len(data)), 2.5)), None),
     "callback": (lambda: bucketed(TakesEpoch), lambda sampler, epoch: sampler.set_epoch(epoch)),
     "callback with a number of its own": (
         lambda: bucketed(TakesEpoch),
@@ -167,6 +183,13 @@ def test_each_epoch_has_an_order_of_its_own_and_a_stopped_run_reads_each_sample_
 
 def test_each_of_two_ranks_reads_each_of_its_samples_once(tmp_path):
     """The same on every rank, whose samplers hold generators in states of their own."""
-    ways = ("batch sampler", "iterable dataset", "no DataLoader", "callback that sets an attribute")
+    ways = (
+        "batch sampler",
+        "iterable dataset",
+        "no DataLoader",
+        "callback that sets an attribute",
+        "repeated augmentation",
+        "length curriculum",
+    )
     for found in run_ranks(read_and_resume, ways, str(tmp_path), store=tmp_path / "store", timeout_s=300):
         check(found)

@@ -6,7 +6,8 @@ import composer_dist
 
 PUBLIC = {
     "composer_dist": "DDP DDPSyncStrategy DeepSpeed Device DeviceCPU DeviceGPU DeviceHPU DeviceMPS DeviceNeuron "
-    "DeviceTPU MAX_SEED MissingEnvironmentError Precision RankDisagreementError STR_TO_DTYPE "
+    "DeviceTPU LengthCurriculumSampler MAX_SEED MissingEnvironmentError Precision "
+    "RankDisagreementError RepeatedAugmentationSampler STR_TO_DTYPE "
     "SingleDevice Strategy __version__ check_agreement configure_deterministic_mode "
     "ddp_sync_context describe_model get_device get_free_tcp_port get_global_rank get_local_rank "
     "get_local_world_size get_node_rank get_precision_context get_random_seed get_rng_state "

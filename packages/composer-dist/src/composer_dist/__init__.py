@@ -4,6 +4,7 @@
 
 - `env`: rank and world size of this process, without importing torch, and a free TCP port.
 - `dist`: the same with collectives, `initialize_dist` and `get_sampler`: Composer's `composer.utils.dist`.
+- `samplers`: a curriculum by length, and repeated augmentation.
 - `devices`, `reproducibility`: devices, precision of a model's computations, and random seeds.
 - `strategy`: the interface between a training loop and a distributed model; `ddp` and `deepspeed` implement it.
 - `agreement`: checks that all ranks train the same model with the same settings.
@@ -55,6 +56,8 @@ if TYPE_CHECKING:
     from composer_dist.reproducibility import load_rng_state as load_rng_state
     from composer_dist.reproducibility import seed_all as seed_all
     from composer_dist.reproducibility import seed_context as seed_context
+    from composer_dist.samplers import LengthCurriculumSampler as LengthCurriculumSampler
+    from composer_dist.samplers import RepeatedAugmentationSampler as RepeatedAugmentationSampler
     from composer_dist.strategy import SingleDevice as SingleDevice
     from composer_dist.strategy import Strategy as Strategy
     from composer_dist.wrapping import is_model_ddp as is_model_ddp
@@ -66,6 +69,7 @@ _NAMES = {
     "composer_dist.env": "get_world_size get_global_rank get_local_world_size get_local_rank get_node_rank MissingEnvironmentError get_free_tcp_port",
     "composer_dist.initialize": "initialize_dist",
     "composer_dist.reproducibility": "get_sampler MAX_SEED get_random_seed seed_all configure_deterministic_mode get_rng_state load_rng_state seed_context",
+    "composer_dist.samplers": "LengthCurriculumSampler RepeatedAugmentationSampler",
     "composer_dist.devices": "Device DeviceCPU DeviceGPU DeviceMPS DeviceTPU DeviceHPU DeviceNeuron get_device is_xla_installed is_hpu_installed STR_TO_DTYPE Precision get_precision_context validate_precision",
     "composer_dist.strategy": "Strategy SingleDevice",
     "composer_dist.ddp": "DDP DDPSyncStrategy ddp_sync_context prepare_ddp_module",
