@@ -32,10 +32,17 @@ if TYPE_CHECKING:
     from composer_models.nlp_metrics import LanguagePerplexity as LanguagePerplexity
     from composer_models.nlp_metrics import MaskedAccuracy as MaskedAccuracy
     from composer_models.optional import MissingConditionalImportError as MissingConditionalImportError
+    from composer_models.packing import PackedDataset as PackedDataset
+    from composer_models.packing import PackedStream as PackedStream
+    from composer_models.packing import document_numbers as document_numbers
+    from composer_models.packing import pack_window as pack_window
+    from composer_models.packing import packed_data_spec as packed_data_spec
     from composer_models.resnet import composer_resnet as composer_resnet
     from composer_models.targets import check_for_index_targets as check_for_index_targets
     from composer_models.targets import ensure_targets_one_hot as ensure_targets_one_hot
     from composer_models.targets import infer_target_type as infer_target_type
+    from composer_models.token_losses import TokenLosses as TokenLosses
+    from composer_models.token_losses import linear_cross_entropy as linear_cross_entropy
 _NAMES = {
     "composer_models.base": "ComposerModel ModuleAdapter model_eval_mode",
     "composer_models.classification": "ComposerClassifier composer_timm",
@@ -44,9 +51,11 @@ _NAMES = {
     "composer_models.mnist": "mnist_model",
     "composer_models.gpt": "ComposerGPT GPT GPTBlock GPTConfig",
     "composer_models.losses": "soft_cross_entropy binary_cross_entropy_with_logits DiceLoss loss_registry",
+    "composer_models.token_losses": "TokenLosses linear_cross_entropy",
     "composer_models.targets": "infer_target_type ensure_targets_one_hot check_for_index_targets",
     "composer_models.metrics": "metrics_by_name CrossEntropy LossMetric MIoU Dice",
     "composer_models.nlp_metrics": "LanguageCrossEntropy LanguagePerplexity MaskedAccuracy BinaryF1Score",
+    "composer_models.packing": "PackedDataset PackedStream pack_window packed_data_spec document_numbers",
     "composer_models.detection": "MAP",
     "composer_models.optional": "MissingConditionalImportError",
 }

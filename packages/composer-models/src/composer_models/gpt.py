@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any, Literal, Self, cast
 
@@ -14,6 +14,8 @@ from torchmetrics import Metric, MetricCollection
 from composer_models.base import ComposerModel
 from composer_models.metrics import counting_from_zero, metrics_by_name
 from composer_models.nlp_metrics import LanguageCrossEntropy, LanguagePerplexity
+from composer_models.packing import document_numbers
+from composer_models.token_losses import TokenLosses
 
 __all__ = ["GPTBlock", "GPT", "ComposerGPT", "GPTConfig"]
 
@@ -188,21 +190,34 @@ class GPTBlock(nn.Module):
 class GPT(nn.Module):
     """Transformer that computes logits of the next token from token ids.
 
-    The token embeddings and the output layer share their weights. Weights are initialized from a normal distribution
-    with standard deviation `init_std`, those of projections into the residual stream with
-    `init_std / sqrt(2 * n_layers)`, biases with 0.
+    The token embeddings and the output layer share their weights, unless there is an `unembedding`. Weights are
+    initialized from a normal distribution with standard deviation `init_std`, those of projections into the residual
+    stream with `init_std / sqrt(2 * n_layers)`, biases with 0.
 
     Args:
         config: The settings.
+
+    Attributes:
+        window: Number of tokens that a token attends to, itself included; all tokens before it if `None`. A window is
+            applied as a mask, also with `attn_impl='flash'`.
+        token_losses: Function of hidden states, the weight of the output layer and targets, which is called in training
+            in place of the output layer if there are targets.
+        logit_softcap: Keyword argument `softcap` of `token_losses`.
+        unembedding: Weights of the output layer; those of the embeddings if `None`.
 
     Reference:
         Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
     """
 
+    token_losses: Callable[..., TokenLosses] | None = None
+    logit_softcap: float | None = None
+
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
+        self.window: int | None = None
         self.wte = nn.Embedding(config.vocab_size, config.d_model, device=config.device)
+        self.unembedding: nn.Embedding | None = None
         self.wpe = nn.Embedding(config.max_seq_len, config.d_model, device=config.device)
         self.emb_drop = nn.Dropout(config.emb_pdrop)
         self.blocks = nn.ModuleList([GPTBlock(config) for _ in range(config.n_layers)])
@@ -211,21 +226,35 @@ class GPT(nn.Module):
         if not self.wte.weight.is_meta:
             self.apply(self.param_init_fn)
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        targets: Tensor | None = None,
+    ) -> Tensor | TokenLosses:
         """Compute the logits of the token after each token.
 
         Args:
             input_ids: Shape `(batch, tokens)`.
             attention_mask: The same shape, true or 1 for real tokens, 0 for padding. If `None`, all tokens are real. If
                 it is applied, positions count only real tokens, so that padding on the left has no effect on them.
+            position_ids: The same shape. Wherever positions do not increase by 1 another document begins, whose tokens
+                attend to each other only.
+            targets: The token after each token, for `token_losses`.
 
         Returns:
-            Shape `(batch, tokens, vocab_size)`.
+            Shape `(batch, tokens, vocab_size)`, or the result of `token_losses`.
 
         Raises:
-            ValueError: If there are more than `max_seq_len` tokens.
+            ValueError: If there are more than `max_seq_len` tokens, or `position_ids` with `attn_impl='flash'`.
         """
         num_tokens = input_ids.shape[1]
+        if position_ids is not None and self.config.attn_impl == "flash":
+            raise ValueError(
+                "the batch has position_ids, which separate documents, and attn_impl='flash' applies no mask. Use "
+                "attn_impl='torch', or leave position_ids out."
+            )
         if num_tokens > self.config.max_seq_len:
             raise ValueError(
                 f"input_ids has {num_tokens} tokens in a sequence and the model positions for "
@@ -233,18 +262,33 @@ class GPT(nn.Module):
             )
         mask = None
         positions = torch.arange(num_tokens, device=input_ids.device)
-        if attention_mask is not None and self.config.attn_impl != "flash":
-            is_real = attention_mask.bool()
-            causal = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=is_real.device).tril()
-            # Every token may attend to itself, even padding: a softmax over no tokens is NaN in some kernels.
-            itself = torch.eye(num_tokens, dtype=torch.bool, device=is_real.device)
-            mask = (causal & is_real[:, None, None, :]) | itself
-            positions = (is_real.cumsum(dim=1) - 1).clamp(min=0)  # -1 before the first real token
+        padding = None if self.config.attn_impl == "flash" else attention_mask
+        if self.window is not None or padding is not None or position_ids is not None:
+            mask = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=input_ids.device).tril()
+            if self.window is not None:
+                mask = mask.triu(1 - self.window)
+            if padding is not None:
+                is_real = padding.bool()
+                # Every token may attend to itself, even padding: a softmax over no tokens is NaN in some kernels.
+                itself = torch.eye(num_tokens, dtype=torch.bool, device=is_real.device)
+                mask = (mask & is_real[:, None, None, :]) | itself
+                positions = (is_real.cumsum(dim=1) - 1).clamp(min=0)  # -1 before the first real token
+            if position_ids is not None:
+                documents = document_numbers(position_ids)
+                mask = mask & (documents[:, None, :, None] == documents[:, None, None, :])
+                positions = position_ids
         x = self.emb_drop(self.wte(input_ids) + self.wpe(positions))
         for block in self.blocks:
             x = block(x, mask)
+        if self.training and self.token_losses is not None and targets is not None:
+            return self.token_losses(self.ln_f(x), self.output_weight, targets, softcap=self.logit_softcap)
         # Not a second module with a shared weight, which state dicts would hold twice and sharding could untie.
-        return F.linear(self.ln_f(x), self.wte.weight)
+        return F.linear(self.ln_f(x), self.output_weight)
+
+    @property
+    def output_weight(self) -> Tensor:
+        """The weight of the output layer."""
+        return (self.wte if self.unembedding is None else self.unembedding).weight
 
     def fsdp_wrap_fn(self, module: nn.Module) -> bool:
         """Select the blocks, as units of sharding and for activation checkpointing."""
@@ -272,8 +316,9 @@ class GPT(nn.Module):
 class ComposerGPT(ComposerModel):
     """GPT for causal language modeling, with cross entropy and perplexity as metrics.
 
-    Batches are mappings with `input_ids` and `labels` of shape `(batch, tokens)`, and an optional `attention_mask` of
-    that shape. The target of a token is the label of the next one; the label -100 is ignored.
+    Batches are mappings with `input_ids` and `labels` of shape `(batch, tokens)`, and an optional `attention_mask` and
+    `position_ids` of that shape. The target of a token is the label of the next one; the label -100 is ignored.
+    Positions that start again separate packed documents, see `PackedDataset`.
 
     Args:
         cfg: A `GPTConfig`, or a mapping or an object with the same settings.
@@ -297,16 +342,19 @@ class ComposerGPT(ComposerModel):
             self.train_metrics = MetricCollection([LanguageCrossEntropy(), LanguagePerplexity()])
             self.val_metrics = MetricCollection([LanguageCrossEntropy(), LanguagePerplexity()])
 
-    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Compute the logits of the token after each token."""
-        return self.model(batch["input_ids"], batch.get("attention_mask"))
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensor | TokenLosses:
+        """Compute the logits of the token after each token, or in training the losses if the model has a fused loss."""
+        targets = None if self.model.token_losses is None or "labels" not in batch else _targets(batch)
+        return self.model(batch["input_ids"], batch.get("attention_mask"), batch.get("position_ids"), targets)
 
-    def loss(self, outputs: Tensor, batch: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    def loss(self, outputs: Tensor | TokenLosses, batch: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """Compute the mean cross entropy of the tokens that are not ignored."""
+        if isinstance(outputs, TokenLosses):
+            return outputs.loss
         return F.cross_entropy(outputs.flatten(0, 1), _targets(batch).flatten(), ignore_index=_IGNORE_INDEX)
 
-    def update_metric(self, batch: Mapping[str, Tensor], outputs: Tensor, metric: Metric) -> None:
-        """Update one metric with the logits and the next tokens."""
+    def update_metric(self, batch: Mapping[str, Tensor], outputs: Tensor | TokenLosses, metric: Metric) -> None:
+        """Update one metric with the logits or losses, and the next tokens."""
         metric.update(outputs, _targets(batch))
 
     def get_metrics(self, is_train: bool = False) -> dict[str, Metric]:
@@ -330,8 +378,10 @@ class ComposerGPT(ComposerModel):
         """
         num_sequences, num_tokens = batch["input_ids"].shape
         config = self.model.config
-        # Tied weights count once: the output layer multiplies by them, the embedding only reads rows.
+        # Tied weights count once, and so do untied ones: the output layer multiplies by them, the embedding reads rows.
         num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        if self.model.unembedding is not None:
+            num_parameters -= self.model.wte.weight.numel()
         attention = 12 * config.n_layers * config.d_model * num_tokens
         return num_sequences * num_tokens * (6 * num_parameters + attention)
 

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchmetrics import Metric
 
+from composer_models.token_losses import TokenLosses
+
 __all__ = [
     "MaskedAccuracy",
     "LanguageCrossEntropy",
@@ -40,6 +42,7 @@ class MaskedAccuracy(Metric):
 
     full_state_update = False
     higher_is_better = True
+    accepts_token_losses = True
     correct: Tensor
     total: Tensor
 
@@ -49,15 +52,16 @@ class MaskedAccuracy(Metric):
         self.add_state("correct", default=torch.tensor(0), dist_reduce_fx="sum")
         self.add_state("total", default=torch.tensor(0), dist_reduce_fx="sum")
 
-    def update(self, preds: Tensor, target: Tensor) -> None:
+    def update(self, preds: Tensor | TokenLosses, target: Tensor) -> None:
         """Count the correct predictions of a batch.
 
         Args:
-            preds: Logits of shape `(batch, ..., classes)`.
+            preds: Logits of shape `(batch, ..., classes)`, or losses that were computed without them.
             target: Class indices of shape `(batch, ...)`.
         """
         counts = target != self.ignore_index
-        self.correct += ((preds.argmax(dim=-1) == target) & counts).sum()
+        is_correct = preds.is_correct if isinstance(preds, TokenLosses) else preds.argmax(dim=-1) == target
+        self.correct += (is_correct & counts).sum()
         self.total += counts.sum()
 
     def compute(self) -> Tensor:
@@ -82,6 +86,7 @@ class LanguageCrossEntropy(Metric):
 
     full_state_update = False
     higher_is_better = False
+    accepts_token_losses = True
     sum_loss: Tensor
     total_items: Tensor
 
@@ -100,19 +105,23 @@ class LanguageCrossEntropy(Metric):
         self.add_state("sum_loss", default=torch.tensor(0.0), dist_reduce_fx="sum")
         self.add_state("total_items", default=torch.tensor(0), dist_reduce_fx="sum")
 
-    def update(self, output: Tensor | Mapping[str, Tensor], target: Tensor) -> None:
+    def update(self, output: Tensor | TokenLosses | Mapping[str, Tensor], target: Tensor) -> None:
         """Add the tokens of a batch.
 
         Args:
-            output: Logits of shape `(batch, ..., vocabulary)`, or a mapping with the entry `'logits'`.
+            output: Logits of shape `(batch, ..., vocabulary)` or losses that were computed without them, or a mapping
+                with either as the entry `'logits'`.
             target: Token indices of shape `(batch, ...)`.
 
         Raises:
             TypeError: If `output` has another type.
         """
         logits = _logits_of(output)
-        logits, target = logits.flatten(0, -2), target.flatten().long()
-        losses = F.cross_entropy(logits, target, ignore_index=self.ignore_index, reduction="none")
+        if isinstance(logits, TokenLosses):
+            losses = logits.cross_entropy.where(target != self.ignore_index, 0)
+        else:
+            logits, target = logits.flatten(0, -2), target.flatten().long()
+            losses = F.cross_entropy(logits, target, ignore_index=self.ignore_index, reduction="none")
         # Summed in the dtype of the state: a sum of 16-bit losses would lose digits or overflow.
         self.sum_loss += losses.sum(dtype=self.sum_loss.dtype)
         self.total_items += (target != self.ignore_index).sum()
@@ -206,8 +215,8 @@ InContextLearningMCExpectedCalibrationError = InContextLearningMetric
 InContextLearningLMExpectedCalibrationError = InContextLearningMetric
 
 
-def _logits_of(output: Any) -> Tensor:
-    if isinstance(output, Tensor):
+def _logits_of(output: Any) -> Any:
+    if isinstance(output, Tensor | TokenLosses):
         return output
     if isinstance(output, Mapping) and "logits" in output:
         return output["logits"]
