@@ -37,7 +37,7 @@ from torchvision.transforms import ToTensor
 
 from composer import Trainer, algorithms
 from composer.core import Callback, Event
-from composer.models import ComposerClassifier, HuggingFaceModel
+from composer.models import ComposerClassifier, ComposerGPT, HuggingFaceModel
 from composer_algorithms import Metadata, all_metadata
 
 CARDS = Path(__file__).resolve().parent.parent / "docs" / "algorithms"
@@ -88,6 +88,11 @@ def gpt2() -> HuggingFaceModel:
     return HuggingFaceModel(GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=2, n_head=4, **sizes)))
 
 
+def composer_gpt() -> ComposerGPT:
+    """A ComposerGPT of two layers."""
+    return ComposerGPT({"vocab_size": VOCABULARY, "max_seq_len": LENGTH, "d_model": 64, "n_layers": 2, "n_heads": 4})
+
+
 def bert() -> HuggingFaceModel:
     """A BERT of two layers."""
     from transformers import BertConfig, BertForMaskedLM
@@ -102,6 +107,17 @@ def sentences() -> list[dict[str, torch.Tensor]]:
     """Return sequences of tokens without a meaning, which cost as much as others."""
     tokens = torch.randint(3, VOCABULARY, (BATCHES * SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(0))
     return [{"input_ids": one, "attention_mask": torch.ones_like(one), "labels": one} for one in tokens]
+
+
+class Images(torch.Tensor):
+    """Images that the cards call by a name."""
+
+    def __new__(cls, side: int) -> "Images":
+        """Draw images, always the same ones."""
+        return torch.rand(100, 3, side, side, generator=torch.Generator().manual_seed(0)).as_subclass(cls)
+
+    def __repr__(self, **_: Any) -> str:
+        return "images"
 
 
 @dataclass(frozen=True)
@@ -121,6 +137,7 @@ GROUP_NORMS = Workload(
     *(partial(residual, partial(nn.GroupNorm, 8)), Digits, BATCH, "amp_bf16"),
 )
 GPT = Workload("a GPT-2 of two layers on sequences of 128 tokens", gpt2, sentences, SEQUENCES)
+COMPOSER_GPT = Workload("a ComposerGPT of two layers on sequences of 128 tokens", composer_gpt, sentences, SEQUENCES)
 GPT_LOW = Workload(f"{GPT.name}, in amp_bf16", gpt2, sentences, SEQUENCES, "amp_bf16")
 BERT = Workload("a BERT of two layers on sequences of 128 tokens", bert, sentences, SEQUENCES)
 
@@ -135,6 +152,8 @@ class Case:
 
 CASES: Mapping[str, Case] = {
     "alibi": Case({"max_sequence_length": LENGTH}, GPT),
+    "alternating_flip": Case(),
+    "attention_window": Case({"initial_window": 32, "final_window": LENGTH}, COMPOSER_GPT),
     "augmix": Case(),
     "blurpool": Case(),
     "channels_last": Case(),
@@ -144,6 +163,7 @@ CASES: Mapping[str, Case] = {
     "dirac_init": Case(),
     "ema": Case(),
     "factorize": Case({"min_channels": 64}),
+    "fused_cross_entropy": Case({}, GPT),
     "gated_linear_units": Case({}, BERT),
     "ghost_batchnorm": Case({"ghost_batch_size": 16}),
     "gradient_clipping": Case({"clipping_type": "norm", "clipping_threshold": 1.0}),
@@ -154,6 +174,9 @@ CASES: Mapping[str, Case] = {
     "low_precision_groupnorm": Case({}, GROUP_NORMS),
     "low_precision_layernorm": Case({}, GPT_LOW),
     "mixup": Case(),
+    "mixup_or_cutmix": Case(),
+    "multi_token_prediction": Case({}, GPT),
+    "multi_view_eval": Case(),
     "mup": Case({"base_width": 32}, GPT),
     "no_op_model": Case(),
     "progressive_resizing": Case(),
@@ -166,8 +189,10 @@ CASES: Mapping[str, Case] = {
     "squeeze_excite": Case({"min_channels": 64}),
     "stochastic_depth": Case({"target_layer_name": "ResNetBasicBlock"}),
     "swa": Case(),
+    "untied_head": Case({}, GPT),
     "value_residual": Case({}, GPT),
     "weight_standardization": Case(),
+    "whitening_init": Case({"images": Images(SIDE)}),
     "z_loss": Case({}, GPT),
     "zero_init": Case({}, GPT),
 }

@@ -4,6 +4,7 @@ import inspect
 import re
 
 import pytest
+import torch
 
 import composer_algorithms
 from composer import functional
@@ -21,6 +22,7 @@ NEEDED = {
     "alibi": {"max_sequence_length": 128},
     "gradient_clipping": {"clipping_type": "norm", "clipping_threshold": 1.0},
     "mup": {"base_width": 64},
+    "whitening_init": {"images": torch.zeros(2, 3, 4, 4)},
     "stochastic_depth": {"target_layer_name": "ResNetBasicBlock"},
 }
 EACH = pytest.mark.parametrize("key", METHODS)

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from composer import Callback, State, Trainer, algorithms, functional
 from composer.loggers import LoggerDestination
-from composer.models import ComposerClassifier, ComposerModel
+from composer.models import ComposerClassifier, ComposerGPT, ComposerModel
 from composer_dist import dist, reproducibility
 from composer_dist.testing import run_ranks
 from composer_events.seeded_batches import SeededBatches
@@ -108,6 +108,9 @@ class Language(ComposerModel):
         return F.cross_entropy(outputs.flatten(0, 1), batch["labels"].flatten())
 
 
+GPT = {"d_model": 12, "n_heads": 3, "n_layers": 1, "vocab_size": 31, "max_seq_len": 16}
+
+
 def vectors():
     generator = torch.Generator().manual_seed(0)
     targets = torch.randint(0, CLASSES, (SAMPLES,), generator=generator)
@@ -136,6 +139,7 @@ MODELS = {
     "conv": (partial(classifier, convolutions), images),
     "batch norm": (partial(classifier, partial(convolutions, nn.BatchNorm2d)), images),
     "residual": (partial(classifier, residual), images),
+    "gpt": (partial(ComposerGPT, GPT), sentences),
     "gpt2": (partial(Language, "gpt2"), sentences),
     "gpt2 of two layers": (partial(Language, "gpt2", 2), sentences),
     "bert": (partial(Language, "bert"), sentences),
@@ -154,10 +158,13 @@ class Row:
 
 
 FACTORIZE = {"min_channels": 4, "latent_channels": 2, "min_features": 1000}
+SAMPLE = torch.rand(8, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 PER_BATCH = {"two ranks": "own draws"}
 PER_MICROBATCH = {"microbatches": "draws for each", **PER_BATCH}
 ROWS = {
     "Alibi": Row(partial(algorithms.Alibi, 16, 0.5), "gpt2", partial(functional.apply_alibi, max_sequence_length=16)),
+    "AlternatingFlip": Row(algorithms.AlternatingFlip, "conv"),
+    "AttentionWindowWarmup": Row(partial(algorithms.AttentionWindowWarmup, "3ba", 3, 12, 2), "gpt"),
     "AugMix": Row(algorithms.AugMix, "conv", reasons=PER_BATCH),
     "BlurPool": Row(algorithms.BlurPool, "conv", functional.apply_blurpool),
     "ChannelsLast": Row(algorithms.ChannelsLast, "conv", functional.apply_channels_last),
@@ -167,9 +174,11 @@ ROWS = {
     "CutOut": Row(algorithms.CutOut, "conv", reasons=PER_BATCH),
     "DiracInit": Row(algorithms.DiracInit, "conv", functional.apply_dirac_init),
     "EMA": Row(partial(algorithms.EMA, "2ba")),
+    "EMA(power=(2, 1))": Row(partial(algorithms.EMA, power=(2, 1))),
     "Factorize": Row(
         partial(algorithms.Factorize, **FACTORIZE), "conv", partial(functional.apply_factorization, **FACTORIZE)
     ),
+    "FusedCrossEntropy": Row(algorithms.FusedCrossEntropy, "gpt", functional.apply_fused_cross_entropy),
     "GatedLinearUnits": Row(algorithms.GatedLinearUnits, "bert", functional.apply_gated_linear_units),
     "GhostBatchNorm": Row(
         partial(algorithms.GhostBatchNorm, 2),
@@ -203,6 +212,11 @@ ROWS = {
     ),
     "MixUp": Row(algorithms.MixUp, reasons=PER_MICROBATCH),
     "MixUp(draw_per='batch')": Row(partial(algorithms.MixUp, draw_per="batch"), reasons=PER_BATCH),
+    "MixUpOrCutMix": Row(algorithms.MixUpOrCutMix, "conv", reasons=PER_MICROBATCH),
+    "MultiTokenPrediction": Row(
+        partial(algorithms.MultiTokenPrediction, 2), "gpt2", functional.apply_multi_token_prediction
+    ),
+    "MultiViewEval": Row(algorithms.MultiViewEval, "conv"),
     "MuP": Row(
         partial(algorithms.MuP, 6),
         "gpt2",
@@ -229,20 +243,49 @@ ROWS = {
         reasons={**PER_MICROBATCH, "sharded": "shared draws"},
     ),
     "SWA": Row(partial(algorithms.SWA, "0.3dur", "0.8dur", "1ba")),
+    "UntiedHead": Row(algorithms.UntiedHead, "gpt", functional.apply_untied_head),
+    "UntiedHead('3ba')": Row(partial(algorithms.UntiedHead, "3ba"), "gpt2"),
     "ValueResidual": Row(algorithms.ValueResidual, "gpt2 of two layers", functional.apply_value_residual),
     "WeightStandardization": Row(algorithms.WeightStandardization, "conv", functional.apply_weight_standardization),
+    "WhiteningInit": Row(
+        lambda: algorithms.WhiteningInit(SAMPLE), "conv", partial(functional.apply_whitening_init, images=SAMPLE)
+    ),
     "ZLoss": Row(partial(algorithms.ZLoss, 0.1)),
     "ZeroInit": Row(algorithms.ZeroInit, "gpt2", functional.apply_zero_init),
 }
 
 
-# Under each strategy. The blocks that one process drops are those that all ranks drop if they share a seed.
-TRANSFORMERS = [algorithms.LogitSoftcap, algorithms.QKNorm, algorithms.SquaredReLU, algorithms.ValueResidual]
-TRANSFORMERS = {each.__name__: each for each in (*TRANSFORMERS, algorithms.ZeroInit)}
+# Under each strategy, one row has all methods of a kind, so that the products are tested as well.
+TOGETHER = {
+    "gpt2 of two layers": (
+        "LogitSoftcap",
+        "QKNorm",
+        "SquaredReLU",
+        "ValueResidual",
+        "ZeroInit",
+        "MultiTokenPrediction",
+        "UntiedHead",
+    ),
+    "conv": ("BlurPool", "ChannelsLast", "DiracInit", "SqueezeExcite", "WeightStandardization", "WhiteningInit"),
+    "images": ["AlternatingFlip", "AugMix", "ColOut", "CutOut", "MixUpOrCutMix", "MultiViewEval", "RandAugment"],
+    "dense": ("LabelSmoothing", "MixUp", "ZLoss"),
+}
+MERGED = {
+    # Without microbatches these draw as the rows without the argument.
+    *("CutMix(draw_per='batch')", "MixUp(draw_per='batch')"),
+    *(name for names in TOGETHER.values() for name in names),
+}
+
+
+def together(kind):
+    rows = [ROWS[name] for name in TOGETHER[kind]]
+    reasons = {"two ranks": "own draws"} if any("two ranks" in row.reasons for row in rows) else {}
+    return Row(lambda: [row.make() for row in rows], rows[0].model if kind == "images" else kind, reasons=reasons)
+
+
 METHODS = {
-    **{name: row for name, row in ROWS.items() if name not in TRANSFORMERS},
-    # They act once, on parts of the model that differ, so one row has all of them.
-    ", ".join(TRANSFORMERS): Row(lambda: [make() for make in TRANSFORMERS.values()], "gpt2 of two layers"),
+    **{name: row for name, row in ROWS.items() if name not in MERGED},
+    **{", ".join(names): together(kind) for kind, names in TOGETHER.items()},
     # The model has its weights in bfloat16 under DeepSpeed, whose optimizer moves float32 copies of them.
     "EMA (amp_bf16)": Row(partial(algorithms.EMA, "2ba"), precision="amp_bf16"),
     "SWA (amp_bf16)": Row(partial(algorithms.SWA, "0.3dur", "0.8dur", "1ba"), precision="amp_bf16"),
@@ -266,11 +309,19 @@ METHODS = {
 REFUSALS = {
     **{
         name: {"DeepSpeed 3": REFUSED}
-        for name in ("EMA", "EMA (amp_bf16)", "LayerFreezing", "StochasticDepth", "SWA", "SWA (amp_bf16)")
+        for name in (
+            "EMA",
+            "EMA (amp_bf16)",
+            "EMA(power=(2, 1))",
+            "LayerFreezing",
+            "StochasticDepth",
+            "SWA",
+            "SWA (amp_bf16)",
+        )
     },
     **{
         name: dict.fromkeys(DEEPSPEED, REFUSED)
-        for name in ("GradientClipping('value')", "GradientClipping('adaptive')", "SAM")
+        for name in ("GradientClipping('value')", "GradientClipping('adaptive')", "SAM", "UntiedHead('3ba')")
     },
     "StochasticDepth(use_same_gpu_seed=False)": dict.fromkeys(("FSDP2", *DEEPSPEED[1:]), REFUSED),
 }
@@ -342,10 +393,12 @@ def train_like_one_process(row, strategy="DDP", **more):
         found = {}
         for algorithm in trainer.state.algorithms:
             if isinstance(algorithm, algorithms.EMA):
-                assert all(value.dtype is torch.float32 for _, value in algorithm.ema_model.named_parameters())
-                algorithm.ema_model.swap_params(trainer.state.model)
-                found = {f"average of {name}": value for name, value in weights_of(trainer).items()}
-                algorithm.ema_model.swap_params(trainer.state.model)
+                for average in filter(None, (algorithm.second_model, algorithm.ema_model)):
+                    assert all(value.dtype is torch.float32 for _, value in average.named_parameters())
+                    average.swap_params(trainer.state.model)
+                    kind = "average" if average is algorithm.ema_model else "second average"
+                    found |= {f"{kind} of {name}": value for name, value in weights_of(trainer).items()}
+                    average.swap_params(trainer.state.model)
         return found | weights_of(trainer)
 
 
@@ -539,7 +592,7 @@ def test_each_strategy_trains_as_one_process_and_goes_on_there_and_elsewhere(nam
     expected = {strategy: REFUSALS.get(name, {}).get(strategy, SAME) for strategy in STRATEGIES}
     with make_trainer(row) as trainer:
         begin = weights_of(trainer)
-    start = {key: begin[key.removeprefix("average of ")] for key in alone[name]}
+    start = {key: begin[key.rpartition(" of ")[2]] for key in alone[name]}
     for strategy, outcome in expected.items():
         cells = [rank[name, strategy] for rank in ranks]
         if outcome == REFUSED:

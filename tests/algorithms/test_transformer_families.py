@@ -9,11 +9,14 @@ from torch import nn
 
 from composer.functional import (
     apply_logit_softcap,
+    apply_multi_token_prediction,
     apply_mup,
     apply_qk_norm,
     apply_squared_relu,
+    apply_untied_head,
     apply_value_residual,
     apply_zero_init,
+    multi_token_loss,
 )
 from composer.models import HuggingFaceModel
 from composer.optim import DecoupledAdamW, Muon
@@ -193,6 +196,29 @@ def test_capped_logits_and_squared_relu_are_those_of_the_formula_and_of_transfor
 
 
 @EACH
+def test_heads_of_causal_models_predict_through_their_output_layer(family):
+    model = FAMILIES[family](64).double()
+    if "bert" in family:
+        with pytest.warns(NoEffectWarning, match="MultiTokenPrediction has no effect"):
+            assert apply_multi_token_prediction(model) == 0
+        return
+    wrapped, optimizer = HuggingFaceModel(model), Muon(model, lr=0.1)
+    expected = model(input_ids=IDS, labels=IDS)
+    assert apply_multi_token_prediction(wrapped, 2, optimizer) == 2
+    roles = {id(each): group["role"] for group in optimizer.param_groups for each in group["params"]}
+    assert [roles[id(each)] for each in wrapped.multi_token_heads.parameters()] == ["muon", "adamw"] * 2
+    outputs = wrapped(BATCH)
+    torch.testing.assert_close((outputs.loss, outputs.logits), (expected.loss, expected.logits))
+    found = multi_token_loss(wrapped.multi_token_heads.take_logits(), IDS)  # its heads begin with the model's logits
+    losses = [
+        nn.functional.cross_entropy(outputs.logits[:, :-ahead].flatten(0, 1), IDS[:, ahead:].flatten())
+        for ahead in (2, 3)
+    ]
+    torch.testing.assert_close(found, sum(losses))
+    assert not any("multi_token" in name for name in model.state_dict())
+
+
+@EACH
 def test_muon_steps_new_parameters_with_adamw(family):
     model = make(family, num_hidden_layers=2)
     optimizer = Muon(model, lr=0.1)
@@ -206,3 +232,34 @@ def test_muon_steps_new_parameters_with_adamw(family):
     model(IDS, labels=IDS).loss.backward()
     optimizer.step()
     assert not any(torch.equal(each, before[name]) for name, each in new.items())
+
+
+@EACH
+def test_untied_output_layers_have_the_state_of_the_embeddings_and_their_own_weights_in_a_folder(family, tmp_path):
+    model = FAMILIES[family](32, **({"tie_word_embeddings": True} if family == "llama" else {}))
+    optimizer = Muon(model, lr=0.1)
+    model(IDS, labels=IDS).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    expected = model.eval()(IDS).logits
+    if "bert" in family:
+        with pytest.warns(NoEffectWarning, match="UntiedHead has no effect on this \\w+ForMaskedLM"):
+            assert apply_untied_head(model, optimizer) == 0
+        return
+    assert apply_untied_head(model, optimizer) == 1
+    assert torch.equal(model(IDS).logits, expected)
+    head, embeddings = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+    roles = {id(each): group["role"] for group in optimizer.param_groups for each in group["params"]}
+    assert roles[id(head)] == "adamw"
+    copied, original = optimizer.state[head], optimizer.state[embeddings]
+    assert copied.keys() == original.keys()
+    for name, value in original.items():
+        torch.testing.assert_close(copied[name], value, rtol=0, atol=0)
+        assert copied[name] is not value or not isinstance(value, torch.Tensor)
+    model(IDS, labels=IDS).loss.backward()
+    optimizer.step()
+    assert not torch.equal(head, embeddings)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    assert torch.equal(loaded(IDS).logits, model(IDS).logits)
+    assert not loaded.config.tie_word_embeddings

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from composer_algorithms import EMA
-from composer_algorithms.ema import EMAParameters
+from composer_algorithms.ema import EMAParameters, post_hoc_ema
 from composer_events import Event
 from composer_time import Time, Timestamp
 
@@ -42,7 +42,9 @@ def test_smoothing_and_interval_follow_from_either_argument(arguments, smoothing
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"power": 3.0}, "power=3.0 must be used without half_life"),
+        ({"power": 3.0, "half_life": "10ba"}, "power=3.0 must be used without half_life"),
+        ({"power": (1.0, 2.0, 3.0)}, "must be one number or two"),
+        ({"power": (1.0, -2.0)}, r"power=-2\.0"),
         ({"half_life": None}, "exactly one of the two"),
         ({"smoothing": 0.9}, "exactly one of the two"),
         ({"half_life": None, "smoothing": 1.5}, "smoothing=1.5"),
@@ -74,7 +76,8 @@ def test_train_with_ema_weights_false_is_accepted_as_an_old_spelling():
         EMA(),
         EMA("2ep", ema_start="0.5dur", update_interval="1ep"),
         EMA(None, 0.75, "3ba", "2ba", warmup=True),
-        EMA(None, power=3),
+        EMA(power=3),
+        EMA(power=(16.97, 6.94)),
     ],
     ids=repr,
 )
@@ -224,6 +227,37 @@ def test_with_a_power_weights_count_by_a_power_of_their_time_also_in_a_resumed_r
         smoothing = (1 - 1 / update) ** (power + 1)
         exact, kept = exact + kept * (1 - smoothing) * update / num_updates, kept * smoothing
     assert found == pytest.approx(exact, abs=1e-5)  # float32 against double, errors of 400 steps
+
+
+def test_any_width_is_reconstructed_from_snapshots_of_two_averages_also_of_a_resumed_run(state):
+    powers, other, num_updates, generator = (16.97, 6.94), 9.0, 256, torch.Generator().manual_seed(0)
+    state.model.double()
+    two, direct, snapshots, walk = EMA(power=powers), EMA(power=other), [], torch.zeros(3, dtype=torch.float64)
+    state.timestamp = Timestamp(batch=1)
+    for ema in (two, direct):
+        act(ema, state, Event.INIT, Event.BATCH_END)
+    for update in range(1, num_updates + 1):
+        if update == num_updates // 2:
+            saved, two = two.state_dict(), EMA(power=powers)
+            act(two, state, Event.INIT)
+            two.load_state_dict(saved)
+        walk = walk + torch.randn(3, dtype=torch.float64, generator=generator)
+        with torch.no_grad():
+            state.model.last.bias.copy_(walk)
+        for ema in (two, direct):
+            act(ema, state, Event.BATCH_END)
+        if update % 16 == 0:
+            snapshots += two.snapshots()
+    expected = direct.snapshots()[0][2]["last.bias"]
+    for snapshot, power in zip(snapshots[-2:], powers, strict=True):
+        assert snapshot[:2] == (num_updates, power)
+        far = (snapshot[2]["last.bias"] - expected).norm()
+    found = post_hoc_ema(snapshots, other)["last.bias"]
+    # The combined weights of the steps are within 0.3% of those of the average, by the sum of squares.
+    assert (found - expected).norm() < 0.01 * far
+    torch.testing.assert_close(post_hoc_ema(snapshots, powers[1])["last.bias"], snapshots[-1][2]["last.bias"])
+    with pytest.raises(ValueError, match="one average, and power"):
+        EMA(power=powers).load_state_dict(direct.state_dict())
 
 
 def test_evaluation_sees_the_average_and_training_its_own_weights(state, started):

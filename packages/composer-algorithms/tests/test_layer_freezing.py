@@ -38,6 +38,16 @@ def test_the_frozen_part_grows_in_proportion_to_time_and_the_last_layer_trains(c
     assert frozen(model) == [True] * depth + [False] * (5 - depth)
 
 
+def test_the_cubic_schedule_freezes_each_layer_at_the_third_power_of_its_time():
+    # FreezeOut, section 3: t_i = t_0 + (1 - t_0) * i / L, and its cube. Four of the layers freeze, so L is 4.
+    for layer in range(1, 5):
+        due = (0.2 + 0.8 * layer / 4) ** 3
+        for current, depth in ((due - 1e-6, layer - 1), (min(due + 1e-6, 1.0), layer)):
+            assert freeze_layers(five_layers(), [], current, 0.2, schedule="cubic")[0] == depth
+    with pytest.raises(ValueError, match="schedule='square' is unknown"):
+        LayerFreezing(schedule="square")
+
+
 def test_frozen_weights_stand_still_even_with_momentum_and_weight_decay():
     model = five_layers()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)

@@ -8,7 +8,14 @@ from composer_events import Algorithm
 
 METHODS = composer_algorithms.all_metadata()
 # A method's second function, and older spellings.
-OTHER_FUNCTIONS = {"apply_agc", "cutmix", "selective_backprop", "should_selective_backprop"}
+OTHER_FUNCTIONS = {
+    "apply_agc",
+    "cutmix",
+    "multi_token_loss",
+    "post_hoc_ema",
+    "selective_backprop",
+    "should_selective_backprop",
+}
 
 
 @pytest.mark.parametrize("metadata", METHODS.values(), ids=METHODS.keys())

@@ -8,6 +8,8 @@ import pytest
 import composer_algorithms
 from composer_algorithms import (
     alibi,
+    alternating_flip,
+    attention_window,
     augmentation,
     augmix,
     blurpool,
@@ -20,6 +22,7 @@ from composer_algorithms import (
     ema,
     factorize,
     functional,
+    fused_cross_entropy,
     gated_linear_units,
     ghost_batchnorm,
     gradient_clipping,
@@ -30,6 +33,8 @@ from composer_algorithms import (
     low_precision_layernorm,
     mixup,
     module_surgery,
+    multi_token_prediction,
+    multi_view_eval,
     mup,
     no_op_model,
     progressive_resizing,
@@ -41,26 +46,31 @@ from composer_algorithms import (
     stochastic_depth,
     swa,
     transformer_surgery,
+    untied_head,
     weight_standardization,
+    whitening_init,
     z_loss,
 )
 
 OF_THE_PACKAGE = (
-    "AGC Alibi AugMix AugmentAndMixTransform BlurPool ChannelsLast ColOut ColOutTransform CutMix CutOut "
-    "CutOutTransform DiracInit EMA Factorize GatedLinearUnits GhostBatchNorm GradientClipping GyroDropout "
-    "LabelSmoothing LayerFreezing LogitSoftcap LowPrecisionGroupNorm LowPrecisionLayerNorm Metadata MixUp MuP "
-    "NoOpModel ProgressiveResizing QKNorm RandAugment RandAugmentTransform SAM SAMOptimizer SWA SelectiveBackprop "
-    "SeqLengthWarmup SquaredReLU SqueezeExcite StochasticDepth ValueResidual WeightStandardization ZLoss ZeroInit "
-    "__version__ add_vision_dataset_transform all_metadata coord_check"
+    "AGC Alibi AlternatingFlip AttentionWindowWarmup AugMix AugmentAndMixTransform BlurPool ChannelsLast ColOut "
+    "ColOutTransform CutMix CutOut CutOutTransform DiracInit EMA Factorize FusedCrossEntropy GatedLinearUnits "
+    "GhostBatchNorm GradientClipping GyroDropout LabelSmoothing LayerFreezing LogitSoftcap LowPrecisionGroupNorm "
+    "LowPrecisionLayerNorm Metadata MixUp MixUpOrCutMix MultiTokenPrediction MultiViewEval MuP NoOpModel "
+    "ProgressiveResizing QKNorm RandAugment RandAugmentTransform SAM SAMOptimizer SWA SelectiveBackprop "
+    "SeqLengthWarmup SquaredReLU SqueezeExcite StochasticDepth UntiedHead ValueResidual WeightStandardization "
+    "WhiteningInit ZLoss ZeroInit __version__ add_vision_dataset_transform all_metadata coord_check"
 )
 FUNCTIONS = (
-    "apply_agc apply_alibi apply_blurpool apply_channels_last apply_dirac_init apply_factorization "
-    "apply_gated_linear_units apply_ghost_batchnorm apply_gradient_clipping apply_gyro_dropout "
-    "apply_logit_softcap apply_low_precision_groupnorm apply_low_precision_layernorm apply_mup apply_qk_norm "
-    "apply_squared_relu apply_squeeze_excite apply_stochastic_depth apply_value_residual "
-    "apply_weight_standardization apply_zero_init augmix_image colout_batch compute_ema cutmix cutmix_batch "
-    "cutout_batch freeze_layers mixup_batch randaugment_image resize_batch select_using_loss selective_backprop "
-    "set_batch_sequence_length should_selective_backprop smooth_labels z_loss"
+    "alternating_flip_batch apply_agc apply_alibi apply_blurpool apply_channels_last apply_dirac_init "
+    "apply_factorization apply_fused_cross_entropy apply_gated_linear_units apply_ghost_batchnorm "
+    "apply_gradient_clipping apply_gyro_dropout apply_logit_softcap apply_low_precision_groupnorm "
+    "apply_low_precision_layernorm apply_mup apply_qk_norm apply_multi_token_prediction apply_whitening_init "
+    "multi_token_loss apply_squared_relu apply_squeeze_excite apply_stochastic_depth apply_untied_head "
+    "apply_value_residual apply_weight_standardization apply_zero_init attention_window augmix_image colout_batch "
+    "compute_ema cutmix cutmix_batch cutout_batch freeze_layers mixup_batch multi_view_forward post_hoc_ema "
+    "randaugment_image resize_batch select_using_loss selective_backprop set_batch_sequence_length "
+    "should_selective_backprop smooth_labels z_loss"
 )
 
 
@@ -69,18 +79,21 @@ FUNCTIONS = (
     [
         (composer_algorithms, OF_THE_PACKAGE),
         (functional, FUNCTIONS),
+        (alternating_flip, "AlternatingFlip AlternatingFlipDataset METADATA alternating_flip_batch"),
+        (attention_window, "AttentionWindowWarmup METADATA attention_window"),
         (augmentation, "AugmentationFunction augmentation_sets image_as_type map_pillow_function"),
         (augmix, "AugMix AugmentAndMixTransform augmix_image METADATA"),
         (colout, "ColOut ColOutTransform colout_batch METADATA"),
-        (cutmix, "CutMix cutmix cutmix_batch METADATA"),
+        (cutmix, "CutMix MixUpOrCutMix cutmix cutmix_batch METADATA"),
         (cutout, "CutOut CutOutTransform cutout_batch METADATA"),
         (dataset_transforms, "TransformedDatasets add_vision_dataset_transform"),
         (dirac_init, "DiracInit METADATA apply_dirac_init"),
-        (ema, "EMA EMAParameters compute_ema get_model_context_manager METADATA"),
+        (ema, "EMA EMAParameters compute_ema get_model_context_manager post_hoc_ema METADATA"),
         (gradient_clipping, "AGC GradientClipping apply_agc apply_gradient_clipping METADATA"),
         (label_smoothing, "LabelSmoothing smooth_labels METADATA"),
         (layer_freezing, "LayerFreezing freeze_layers METADATA"),
         (mixup, "MixUp mixup_batch METADATA"),
+        (multi_view_eval, "METADATA MultiViewEval multi_view_forward"),
         (mup, "CoordCheck MuP apply_mup coord_check METADATA"),
         (progressive_resizing, "ProgressiveResizing resize_batch METADATA"),
         (randaugment, "RandAugment RandAugmentTransform randaugment_image METADATA"),
@@ -102,6 +115,7 @@ FUNCTIONS = (
             "LowRankSolution factorize_conv2d factorize_matrix LOG_NUM_CONV2D_REPLACEMENTS_KEY "
             "LOG_NUM_LINEAR_REPLACEMENTS_KEY METADATA",
         ),
+        (fused_cross_entropy, "FusedCrossEntropy apply_fused_cross_entropy METADATA"),
         (gated_linear_units, "BERTGatedFFOutput GatedLinearUnits apply_gated_linear_units METADATA"),
         (
             ghost_batchnorm,
@@ -114,6 +128,10 @@ FUNCTIONS = (
             module_surgery,
             "ReplacementFunction count_module_instances replace_module_classes update_params_in_optimizer",
         ),
+        (
+            multi_token_prediction,
+            "METADATA MultiTokenHeads MultiTokenPrediction apply_multi_token_prediction multi_token_loss",
+        ),
         (no_op_model, "NoOpModel NoOpModelClass METADATA"),
         (squeeze_excite, "SqueezeExcite SqueezeExcite2d SqueezeExciteConv2d apply_squeeze_excite METADATA"),
         (
@@ -123,6 +141,8 @@ FUNCTIONS = (
         ),
         (weight_standardization, "WeightStandardization apply_weight_standardization METADATA"),
         (swa, "SWA METADATA"),
+        (untied_head, "METADATA UntiedHead apply_untied_head"),
+        (whitening_init, "METADATA WhiteningInit apply_whitening_init"),
         (z_loss, "METADATA ZLoss z_loss"),
         (
             transformer_surgery,

@@ -63,6 +63,18 @@ def test_sequences_cut_into_several_follow_one_another(length):
     assert torch.equal(shorter["position_ids"], torch.arange(length).repeat(num, 1))
 
 
+@pytest.mark.parametrize(
+    ("length", "expected"),
+    [(4, [[0, 1, 2, 0], [0, 1, 0, 0], [0, 1, 2, 3], [0, 1, 2, 3]]), (5, [[0, 1, 2, 0, 1], [0, 0, 0, 0, 1]])],
+)
+def test_positions_of_packed_documents_start_again_when_sequences_are_cut(length, expected):
+    # Documents of 3 and 3 tokens and padding, and one of 8.
+    batch = {"input_ids": torch.arange(16).view(2, 8)}
+    batch["position_ids"] = torch.tensor([[0, 1, 2, 0, 1, 2, 0, 0], [0, 1, 2, 3, 4, 5, 6, 7]])
+    shorter = set_batch_sequence_length(batch, length, truncate=False)
+    assert shorter["position_ids"][: len(expected)].tolist() == expected
+
+
 def test_a_batch_of_another_type_keeps_it_and_the_original_stays():
     class Encoding(UserDict):
         pass

@@ -7,6 +7,8 @@ from composer._lazy import lazy_face
 
 if TYPE_CHECKING:
     from composer_algorithms.alibi import apply_alibi as apply_alibi
+    from composer_algorithms.alternating_flip import alternating_flip_batch as alternating_flip_batch
+    from composer_algorithms.attention_window import attention_window as attention_window
     from composer_algorithms.augmix import augmix_image as augmix_image
     from composer_algorithms.blurpool import apply_blurpool as apply_blurpool
     from composer_algorithms.channels_last import apply_channels_last as apply_channels_last
@@ -16,7 +18,9 @@ if TYPE_CHECKING:
     from composer_algorithms.cutout import cutout_batch as cutout_batch
     from composer_algorithms.dirac_init import apply_dirac_init as apply_dirac_init
     from composer_algorithms.ema import compute_ema as compute_ema
+    from composer_algorithms.ema import post_hoc_ema as post_hoc_ema
     from composer_algorithms.factorize import apply_factorization as apply_factorization
+    from composer_algorithms.fused_cross_entropy import apply_fused_cross_entropy as apply_fused_cross_entropy
     from composer_algorithms.gated_linear_units import apply_gated_linear_units as apply_gated_linear_units
     from composer_algorithms.ghost_batchnorm import apply_ghost_batchnorm as apply_ghost_batchnorm
     from composer_algorithms.gradient_clipping import apply_agc as apply_agc
@@ -31,6 +35,9 @@ if TYPE_CHECKING:
         apply_low_precision_layernorm as apply_low_precision_layernorm,
     )
     from composer_algorithms.mixup import mixup_batch as mixup_batch
+    from composer_algorithms.multi_token_prediction import apply_multi_token_prediction as apply_multi_token_prediction
+    from composer_algorithms.multi_token_prediction import multi_token_loss as multi_token_loss
+    from composer_algorithms.multi_view_eval import multi_view_forward as multi_view_forward
     from composer_algorithms.mup import apply_mup as apply_mup
     from composer_algorithms.progressive_resizing import resize_batch as resize_batch
     from composer_algorithms.randaugment import randaugment_image as randaugment_image
@@ -45,10 +52,14 @@ if TYPE_CHECKING:
     from composer_algorithms.transformer_surgery import apply_squared_relu as apply_squared_relu
     from composer_algorithms.transformer_surgery import apply_value_residual as apply_value_residual
     from composer_algorithms.transformer_surgery import apply_zero_init as apply_zero_init
+    from composer_algorithms.untied_head import apply_untied_head as apply_untied_head
     from composer_algorithms.weight_standardization import apply_weight_standardization as apply_weight_standardization
+    from composer_algorithms.whitening_init import apply_whitening_init as apply_whitening_init
     from composer_algorithms.z_loss import z_loss as z_loss
 __all__ = [
     "apply_alibi",
+    "alternating_flip_batch",
+    "attention_window",
     "augmix_image",
     "apply_blurpool",
     "apply_channels_last",
@@ -58,7 +69,9 @@ __all__ = [
     "cutout_batch",
     "apply_dirac_init",
     "compute_ema",
+    "post_hoc_ema",
     "apply_factorization",
+    "apply_fused_cross_entropy",
     "apply_gated_linear_units",
     "apply_ghost_batchnorm",
     "apply_agc",
@@ -69,6 +82,9 @@ __all__ = [
     "apply_low_precision_groupnorm",
     "apply_low_precision_layernorm",
     "mixup_batch",
+    "apply_multi_token_prediction",
+    "multi_token_loss",
+    "multi_view_forward",
     "apply_mup",
     "resize_batch",
     "randaugment_image",
@@ -83,13 +99,17 @@ __all__ = [
     "apply_squared_relu",
     "apply_value_residual",
     "apply_zero_init",
+    "apply_untied_head",
     "apply_weight_standardization",
+    "apply_whitening_init",
     "z_loss",
 ]
 __getattr__, __dir__ = lazy_face(
     __name__,
     {
         "composer_algorithms.alibi": ["apply_alibi"],
+        "composer_algorithms.alternating_flip": ["alternating_flip_batch"],
+        "composer_algorithms.attention_window": ["attention_window"],
         "composer_algorithms.augmix": ["augmix_image"],
         "composer_algorithms.blurpool": ["apply_blurpool"],
         "composer_algorithms.channels_last": ["apply_channels_last"],
@@ -97,8 +117,9 @@ __getattr__, __dir__ = lazy_face(
         "composer_algorithms.cutmix": ["cutmix", "cutmix_batch"],
         "composer_algorithms.cutout": ["cutout_batch"],
         "composer_algorithms.dirac_init": ["apply_dirac_init"],
-        "composer_algorithms.ema": ["compute_ema"],
+        "composer_algorithms.ema": ["compute_ema", "post_hoc_ema"],
         "composer_algorithms.factorize": ["apply_factorization"],
+        "composer_algorithms.fused_cross_entropy": ["apply_fused_cross_entropy"],
         "composer_algorithms.gated_linear_units": ["apply_gated_linear_units"],
         "composer_algorithms.ghost_batchnorm": ["apply_ghost_batchnorm"],
         "composer_algorithms.gradient_clipping": ["apply_agc", "apply_gradient_clipping"],
@@ -108,6 +129,8 @@ __getattr__, __dir__ = lazy_face(
         "composer_algorithms.low_precision_groupnorm": ["apply_low_precision_groupnorm"],
         "composer_algorithms.low_precision_layernorm": ["apply_low_precision_layernorm"],
         "composer_algorithms.mixup": ["mixup_batch"],
+        "composer_algorithms.multi_token_prediction": ["apply_multi_token_prediction", "multi_token_loss"],
+        "composer_algorithms.multi_view_eval": ["multi_view_forward"],
         "composer_algorithms.mup": ["apply_mup"],
         "composer_algorithms.progressive_resizing": ["resize_batch"],
         "composer_algorithms.randaugment": ["randaugment_image"],
@@ -126,7 +149,9 @@ __getattr__, __dir__ = lazy_face(
             "apply_value_residual",
             "apply_zero_init",
         ],
+        "composer_algorithms.untied_head": ["apply_untied_head"],
         "composer_algorithms.weight_standardization": ["apply_weight_standardization"],
+        "composer_algorithms.whitening_init": ["apply_whitening_init"],
         "composer_algorithms.z_loss": ["z_loss"],
     },
     renamed={"apply_fused_layernorm": "composer_algorithms.functional.apply_low_precision_layernorm"},

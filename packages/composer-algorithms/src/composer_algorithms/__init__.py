@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from composer_algorithms.alibi import Alibi as Alibi
+    from composer_algorithms.alternating_flip import AlternatingFlip as AlternatingFlip
+    from composer_algorithms.attention_window import AttentionWindowWarmup as AttentionWindowWarmup
     from composer_algorithms.augmix import AugmentAndMixTransform as AugmentAndMixTransform
     from composer_algorithms.augmix import AugMix as AugMix
     from composer_algorithms.blurpool import BlurPool as BlurPool
@@ -17,12 +19,14 @@ if TYPE_CHECKING:
     from composer_algorithms.colout import ColOut as ColOut
     from composer_algorithms.colout import ColOutTransform as ColOutTransform
     from composer_algorithms.cutmix import CutMix as CutMix
+    from composer_algorithms.cutmix import MixUpOrCutMix as MixUpOrCutMix
     from composer_algorithms.cutout import CutOut as CutOut
     from composer_algorithms.cutout import CutOutTransform as CutOutTransform
     from composer_algorithms.dataset_transforms import add_vision_dataset_transform as add_vision_dataset_transform
     from composer_algorithms.dirac_init import DiracInit as DiracInit
     from composer_algorithms.ema import EMA as EMA
     from composer_algorithms.factorize import Factorize as Factorize
+    from composer_algorithms.fused_cross_entropy import FusedCrossEntropy as FusedCrossEntropy
     from composer_algorithms.gated_linear_units import GatedLinearUnits as GatedLinearUnits
     from composer_algorithms.ghost_batchnorm import GhostBatchNorm as GhostBatchNorm
     from composer_algorithms.gradient_clipping import AGC as AGC
@@ -35,6 +39,8 @@ if TYPE_CHECKING:
     from composer_algorithms.metadata import Metadata as Metadata
     from composer_algorithms.metadata import all_metadata as all_metadata
     from composer_algorithms.mixup import MixUp as MixUp
+    from composer_algorithms.multi_token_prediction import MultiTokenPrediction as MultiTokenPrediction
+    from composer_algorithms.multi_view_eval import MultiViewEval as MultiViewEval
     from composer_algorithms.mup import MuP as MuP
     from composer_algorithms.mup import coord_check as coord_check
     from composer_algorithms.no_op_model import NoOpModel as NoOpModel
@@ -53,7 +59,9 @@ if TYPE_CHECKING:
     from composer_algorithms.transformer_surgery import SquaredReLU as SquaredReLU
     from composer_algorithms.transformer_surgery import ValueResidual as ValueResidual
     from composer_algorithms.transformer_surgery import ZeroInit as ZeroInit
+    from composer_algorithms.untied_head import UntiedHead as UntiedHead
     from composer_algorithms.weight_standardization import WeightStandardization as WeightStandardization
+    from composer_algorithms.whitening_init import WhiteningInit as WhiteningInit
     from composer_algorithms.z_loss import ZLoss as ZLoss
 
     __version__: str
@@ -64,6 +72,8 @@ _HOME = {
     "AGC": "gradient_clipping",
     "Alibi": "alibi",
     "all_metadata": "metadata",
+    "AlternatingFlip": "alternating_flip",
+    "AttentionWindowWarmup": "attention_window",
     "AugmentAndMixTransform": "augmix",
     "AugMix": "augmix",
     "BlurPool": "blurpool",
@@ -76,6 +86,7 @@ _HOME = {
     "DiracInit": "dirac_init",
     "EMA": "ema",
     "Factorize": "factorize",
+    "FusedCrossEntropy": "fused_cross_entropy",
     "GatedLinearUnits": "gated_linear_units",
     "GhostBatchNorm": "ghost_batchnorm",
     "GradientClipping": "gradient_clipping",
@@ -87,8 +98,11 @@ _HOME = {
     "LowPrecisionLayerNorm": "low_precision_layernorm",
     "Metadata": "metadata",
     "MixUp": "mixup",
+    "MixUpOrCutMix": "cutmix",
+    "MultiViewEval": "multi_view_eval",
     "MuP": "mup",
     "coord_check": "mup",
+    "MultiTokenPrediction": "multi_token_prediction",
     "NoOpModel": "no_op_model",
     "ProgressiveResizing": "progressive_resizing",
     "QKNorm": "transformer_surgery",
@@ -102,8 +116,10 @@ _HOME = {
     "SqueezeExcite": "squeeze_excite",
     "StochasticDepth": "stochastic_depth",
     "SWA": "swa",
+    "UntiedHead": "untied_head",
     "ValueResidual": "transformer_surgery",
     "WeightStandardization": "weight_standardization",
+    "WhiteningInit": "whitening_init",
     "ZeroInit": "transformer_surgery",
     "ZLoss": "z_loss",
 }

@@ -2,7 +2,7 @@
 
 import inspect
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar
 
 from composer_events import Algorithm, Event, Logger, State
@@ -54,6 +54,27 @@ class ModelSurgery(Method):
     def required_on_load() -> bool:
         """Return true: a checkpoint loads only into a model that was changed in the same way."""
         return True
+
+
+class AppliedFunction(Method):
+    """Base of the algorithms that call a function on `INIT`, with their own arguments.
+
+    Attributes:
+        function: Changes a model, and the optimizers if it has such a parameter, and returns the number of changes.
+        counted: Name of this number in the log.
+    """
+
+    acts_on = frozenset({Event.INIT})
+    function: ClassVar[Callable[..., int]]
+    counted: ClassVar[str]
+
+    def apply(self, event: Event, state: State, logger: Logger | None) -> None:
+        """Change the model, and log the number of changes."""
+        arguments = self.arguments()
+        if "optimizers" in inspect.signature(self.function).parameters:
+            arguments["optimizers"] = state.optimizers
+        log = logging.getLogger(f"composer.algorithms.{self.function.__module__.rpartition('.')[2]}")
+        report(log, logger, {self.counted: self.function(state.model, **arguments)})
 
 
 def log_no_effect(log: logging.Logger, method: str, model: object, why: str) -> None:

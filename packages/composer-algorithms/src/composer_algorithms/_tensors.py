@@ -1,6 +1,6 @@
 """Access to the tensors in batches of any form, with errors that name the key."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -82,3 +82,10 @@ def from_pixels(pixels: Tensor, like: Tensor) -> Tensor:
     """Convert uint8 pixels to the dtype, value range and device of another image."""
     pixels = pixels.to(like.device)
     return pixels if like.dtype == torch.uint8 else pixels.to(like.dtype).div_(255)
+
+
+def add_term(loss: Any, name: str, term: Tensor) -> Any:
+    """Add a term to a loss, to the `total` of several losses, or as one more of them."""
+    if isinstance(loss, Mapping):
+        return {**loss, "total": loss["total"] + term} if "total" in loss else {**loss, name: term}
+    return [*loss, term] if isinstance(loss, Sequence) else loss + term

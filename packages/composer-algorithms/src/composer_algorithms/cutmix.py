@@ -1,4 +1,4 @@
-"""CutMix: train on images with a box of another image, and on the targets of both."""
+"""CutMix: train on images with a box of another image, and on the targets of both; MixUp or CutMix, drawn at random."""
 
 import math
 from typing import Any
@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 from composer_algorithms._arguments import accept_legacy_arguments, check_interval, warn_deprecated
-from composer_algorithms._draws import draw_beta, draw_integer
+from composer_algorithms._draws import draw_beta, draw_integer, draw_uniform, generator_for
 from composer_algorithms._pairs import DrawPer, PairMixing, check_pairs
 from composer_algorithms.metadata import METHODS
+from composer_algorithms.mixup import mixup_batch
 from composer_models.targets import ensure_targets_one_hot
 
-__all__ = ["CutMix", "cutmix", "cutmix_batch", "METADATA"]
+__all__ = ["CutMix", "MixUpOrCutMix", "cutmix", "cutmix_batch", "METADATA"]
 
 METADATA = METHODS["cutmix"]
 
@@ -216,6 +217,67 @@ class CutMix(PairMixing):
 
     def _is_spatial(self, target: Tensor) -> bool:
         return target.ndim > 2 and tuple(target.shape[-2:]) == self._image_size
+
+
+class MixUpOrCutMix(CutMix):
+    """Train each microbatch, or each batch, with `CutMix` at the probability `switch_prob`, and with `MixUp` otherwise.
+
+    It acts on the events of the two, and changes targets or losses as they do.
+
+    Args:
+        mixup_alpha: `alpha` of `MixUp`.
+        cutmix_alpha: `alpha` of `CutMix`.
+        switch_prob: Probability of `CutMix`, in [0, 1].
+        interpolate_loss: Mix the losses instead of the targets.
+        uniform_sampling: See `cutmix_batch`.
+        input_key: Index, key or `(getter, setter)` pair of the inputs in the batch.
+        target_key: The same for the targets.
+        draw_per: `'microbatch'` or `'batch'`. With `'batch'`, microbatches must keep the order of the batch.
+
+    Raises:
+        TypeError: If a number is of another type.
+        ValueError: If an alpha is negative, `switch_prob` is outside [0, 1] or `draw_per` is anything else.
+
+    Example:
+        >>> MixUpOrCutMix(switch_prob=0.25).switch_prob
+        0.25
+
+    Reference:
+        Touvron et al., "Training data-efficient image transformers & distillation through attention", ICML 2021,
+        arXiv:2012.12877. The arguments and their meaning are those of timm.
+    """
+
+    schedulable = ("mixup_alpha", "cutmix_alpha", "switch_prob")
+
+    def __init__(
+        self,
+        mixup_alpha: float = 0.8,
+        cutmix_alpha: float = 1.0,
+        switch_prob: float = 0.5,
+        interpolate_loss: bool = False,
+        uniform_sampling: bool = False,
+        input_key: Any = 0,
+        target_key: Any = 1,
+        *,
+        draw_per: DrawPer = "microbatch",
+    ) -> None:
+        check_interval("[0, inf)", mixup_alpha=mixup_alpha, cutmix_alpha=cutmix_alpha)
+        check_interval("[0, 1]", switch_prob=switch_prob)
+        super().__init__(cutmix_alpha, interpolate_loss, uniform_sampling, input_key, target_key, draw_per=draw_per)
+        self.mixup_alpha = mixup_alpha
+        self.cutmix_alpha = cutmix_alpha
+        self.switch_prob = switch_prob
+
+    def _mix(self, input: Tensor, target: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, float]:
+        # From a generator of its own, so that both methods draw as they do alone.
+        if draw_uniform(0, 1, generator_for(f"switch/{generator.initial_seed()}")) < self.switch_prob:
+            self.alpha = self.cutmix_alpha  # which a schedule may have changed
+            return super()._mix(input, target, generator)
+        self._image_size = ()  # no target is spatial, so that `smooth` blends all of them
+        mixed, permuted, mixing = mixup_batch(
+            input, target, alpha=self.mixup_alpha, indices=self._indices, generator=generator
+        )
+        return mixed, permuted, 1 - mixing
 
 
 # Names and leading arguments of the next four functions are those of Composer, whose users' tests call them.

@@ -1,21 +1,18 @@
 """Dirac initialization: convolutions that pass their inputs on at the start of training."""
 
-import logging
 import warnings
 from dataclasses import dataclass
 
 from torch import nn
 from torch.nn.utils import parametrize
 
-from composer_algorithms._method import Method, report
+from composer_algorithms._method import AppliedFunction
 from composer_algorithms.metadata import METHODS
-from composer_events import Event, Logger, NoEffectWarning, State
+from composer_events import NoEffectWarning
 
 __all__ = ["METADATA", "DiracInit", "apply_dirac_init"]
 
 METADATA = METHODS["dirac_init"]
-
-_log = logging.getLogger("composer.algorithms.dirac_init")
 
 
 def apply_dirac_init(model: nn.Module) -> int:
@@ -73,7 +70,7 @@ def apply_dirac_init(model: nn.Module) -> int:
 
 
 @dataclass(repr=False, eq=False)
-class DiracInit(Method):
+class DiracInit(AppliedFunction):
     """Initialize the first filters of convolutions so that they copy the input channels.
 
     On `INIT` it applies `apply_dirac_init` to `state.model`, before algorithms that replace convolutions. Weights of a
@@ -87,9 +84,6 @@ class DiracInit(Method):
         See `apply_dirac_init`.
     """
 
-    acts_on = frozenset({Event.INIT})
     surgery_rank = 0
-
-    def apply(self, event: Event, state: State, logger: Logger | None) -> None:
-        """Initialize the filters, and log the number of convolutions."""
-        report(_log, logger, {"dirac_init/num_convolutions": apply_dirac_init(state.model)})
+    function = staticmethod(apply_dirac_init)
+    counted = "dirac_init/num_convolutions"

@@ -5,18 +5,19 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from composer_algorithms._arguments import check_interval, warn_deprecated
+from composer_algorithms._arguments import check_counts, check_interval, warn_deprecated
 from composer_algorithms._averaging import EMAParameters, averaging_settings, compute_ema, start_time
 from composer_algorithms._method import Method, is_reached
 from composer_algorithms.metadata import METHODS
-from composer_algorithms.module_surgery import get_model_context_manager
+from composer_algorithms.module_surgery import get_model_context_manager, is_dtensor
 from composer_dist.wrapping import canonical_name
 from composer_events import Event, Logger, State
 from composer_time import Time, TimeUnit
 
-__all__ = ["EMA", "EMAParameters", "compute_ema", "get_model_context_manager", "METADATA"]
+__all__ = ["EMA", "EMAParameters", "compute_ema", "get_model_context_manager", "post_hoc_ema", "METADATA"]
 
 METADATA = METHODS["ema"]
 
@@ -120,8 +121,10 @@ class EMA(Method):
         warmup: Use at most `(1 + t) / (10 + t)` as the smoothing of update number `t`, so that the average quickly
             forgets its beginning.
         power: Use `(1 - 1 / t) ** (power + 1)` as the smoothing of update number `t`, from 1 on, 0 or more. The average
-            covers the same fraction of training at any time: its weights grow with `t ** power`. Requires
-            `half_life=None`. A standard deviation of 5% of training is 16.97, of 10% is 6.94.
+            covers the same fraction of training at any time: its weights grow with `t ** power`. It replaces
+            the default of `half_life`. A standard deviation of 5% of training is 16.97, of 10% is 6.94. Of two powers,
+            such as `(16.97, 6.94)`, both averages are kept, and the first is evaluated and saved as the model; see
+            `snapshots`.
         train_with_ema_weights: Argument of Composer 0.7. Only `False` is accepted, which does nothing.
 
     Raises:
@@ -156,7 +159,7 @@ class EMA(Method):
         update_interval: str | Time[Any] | None = None,
         *,
         warmup: bool = False,
-        power: float | None = None,
+        power: float | tuple[float, float] | None = None,
         train_with_ema_weights: bool | None = None,
     ) -> None:
         if train_with_ema_weights:
@@ -167,13 +170,19 @@ class EMA(Method):
         if train_with_ema_weights is not None:
             warn_deprecated("EMA(train_with_ema_weights=False) is what EMA always does: leave it out.", stacklevel=2)
         if power is not None:
-            check_interval("[0, inf)", power=power)
-            if half_life is not None or smoothing is not None:
+            self._powers = (power,) if isinstance(power, int | float) else tuple(power)
+            if len(self._powers) > 2:
+                raise ValueError(f"power={power!r} must be one number or two.")
+            for each in self._powers:
+                check_interval("[0, inf)", power=each)
+            if half_life not in (None, "1000ba") or smoothing is not None:
                 raise ValueError(
                     f"power={power!r} must be used without half_life and smoothing; got half_life={half_life!r} and "
-                    f"smoothing={smoothing!r}. half_life has a default, so power also needs half_life=None."
+                    f"smoothing={smoothing!r}."
                 )
-            smoothing = 0.0  # of the first update
+            half_life, smoothing = None, 0.0  # of the first update
+        else:
+            self._powers = ()
         self.power = power
         self.smoothing, self.update_interval = averaging_settings(half_life, smoothing, update_interval)
         self.half_life = half_life
@@ -218,16 +227,17 @@ class EMA(Method):
             # Loaded a second time below, since only now can the names be compared with those of the model.
             loaded = self.state_dict() if self._loaded_before_init else None
             self._reset()
-        if self.ema_model is None:
+        if self.ema_model is None or (self.second_model is None and len(self._powers) > 1):
             # Before the average starts, a placeholder for the tensors that a checkpoint may hold.
-            self.ema_model = EMAParameters(state.model)
+            self.ema_model, self.second_model = self._copies(state.model)
         if loaded is not None:
             self.load_state_dict(loaded)
         self._loaded_before_init = False
         average = self.ema_model
         # First, so that an exchange can trade storages instead of copying values.
         if event in _MODEL_MAY_HAVE_MOVED:
-            average.move_params_to_device(state.model)
+            for each in filter(None, (average, self.second_model)):
+                each.move_params_to_device(state.model)
         self._active.follow(event, lambda: average.swap_params(state.model))
         if event == self._update_event:
             # After `follow`: the model holds the weights being trained now, not the average.
@@ -252,6 +262,28 @@ class EMA(Method):
             )
         self.ema_model.transfer_ema_params(model)
         return model
+
+    def snapshots(self) -> list[tuple[int, float, dict[str, Tensor]]]:
+        """Return copies of the averages of `power`, for `post_hoc_ema`. With shards, every rank must call this.
+
+        Returns:
+            Number of updates, power and tensors of each average, whole and on the CPU.
+
+        Raises:
+            ValueError: If the model being trained currently holds the average, no average exists yet, or there is no
+                `power`.
+        """
+        if self.ema_weights_active or self.ema_model is None or not self.num_updates or not self._powers:
+            raise ValueError(
+                f"EMA has no snapshots now (ema_weights_active={self.ema_weights_active}, num_updates="
+                f"{self.num_updates}, power={self.power!r}): set power, and take them after an update in training."
+            )
+        return [
+            (self.num_updates, power, {name: _whole(tensor) for name, tensor in tensors.items()})
+            for power, average in zip(self._powers, (self.ema_model, self.second_model), strict=False)
+            if average is not None
+            for tensors in [average.named_parameters_dict | average.named_buffers_dict]
+        ]
 
     def get_training_model(self, model: nn.Module) -> nn.Module:
         """Copy the weights being trained into a model, while the model being trained holds the average.
@@ -278,14 +310,15 @@ class EMA(Method):
 
         The tensors are not copies: later updates change them.
         """
-        average = self.ema_model or EMAParameters(None)
+        first, second = (
+            {"named_parameters_dict": dict(each.named_parameters()), "named_buffers_dict": dict(each.named_buffers())}
+            for each in (self.ema_model or EMAParameters(None), self.second_model or EMAParameters(None))
+        )
         return {
             **super().state_dict(),
             "format": FORMAT,
-            "ema_model": {
-                "named_parameters_dict": dict(average.named_parameters()),
-                "named_buffers_dict": dict(average.named_buffers()),
-            },
+            "ema_model": first,
+            **({"second_model": second} if len(self._powers) > 1 else {}),
             "ema_weights_active": self.ema_weights_active,
             "ema_started": self.ema_started,
             "num_updates": self.num_updates,
@@ -307,6 +340,13 @@ class EMA(Method):
         """
         # Before ema_model is set below.
         before_init = self._loaded_before_init or self.ema_model is None
+        if len(self._powers) > 1:
+            if "second_model" not in state and state["ema_started"]:
+                raise ValueError(
+                    f"the checkpoint has one average, and power={self.power!r} needs two: resume with one power."
+                )
+            second = {**state, "ema_model": state.get("second_model", state["ema_model"])}
+            self.second_model = read_parameters(second, self.second_model, strict)
         self.ema_model = read_parameters(state, self.ema_model, strict)
         self.ema_started = bool(state["ema_started"])
         self._active.is_average = bool(state["ema_weights_active"])
@@ -324,10 +364,14 @@ class EMA(Method):
 
     def _reset(self) -> None:
         self.ema_model: EMAParameters | None = None
+        self.second_model: EMAParameters | None = None
         self.ema_started = False
         self.num_updates = 0
         self._starts_now = False
         self._active = _ActiveWeights()
+
+    def _copies(self, model: nn.Module) -> tuple[EMAParameters, EMAParameters | None]:
+        return EMAParameters(model), EMAParameters(model) if len(self._powers) > 1 else None
 
     def _is_update_due(self, state: State) -> bool:
         return state.timestamp.get(self.update_interval.unit).value % self.update_interval.value == 0
@@ -335,19 +379,95 @@ class EMA(Method):
     def _start_or_update(self, state: State) -> None:
         assert self.ema_model is not None  # created by `apply`
         if self._starts_now:
-            self.ema_model = EMAParameters(state.model)
+            self.ema_model, self.second_model = self._copies(state.model)
             # The set created by `apply` was a placeholder, with the weights of the beginning of the run.
             self.ema_started, self._starts_now = True, False
             self.num_updates = 0
         elif self._is_update_due(state):
-            if self.power is not None:
-                self.smoothing = (self.num_updates / (self.num_updates + 1)) ** (self.power + 1)
-            smoothing = self.smoothing
-            if self.warmup:
-                smoothing = min(smoothing, (1 + self.num_updates) / (10 + self.num_updates))
-            compute_ema(state.model, self.ema_model, smoothing)
+            number = self.num_updates
+            factors = [(number / (number + 1)) ** (power + 1) for power in self._powers] or [self.smoothing]
+            self.smoothing = factors[0]
+            for average, smoothing in zip((self.ema_model, self.second_model), factors, strict=False):
+                assert average is not None  # there is one for each power
+                compute_ema(
+                    state.model, average, min(smoothing, (1 + number) / (10 + number)) if self.warmup else smoothing
+                )
             self.ema_started = True  # for callers that apply the event without `match`
             self.num_updates += 1
+
+
+def post_hoc_ema(
+    snapshots: Iterable[tuple[int, float, Mapping[str, Tensor]]], power: float, num_updates: int | None = None
+) -> dict[str, Tensor]:
+    """Reconstruct a power average that was not computed during training.
+
+    The result is the combination of the snapshots whose weights of the training steps are closest to those of the
+    average, in the least-squares sense. Take snapshots of two averages at regular intervals; the more there are, the
+    closer the result. Powers between those of the two averages are reconstructed best.
+
+    Args:
+        snapshots: Number of updates, power and tensors of each average: results of `EMA(power=(16.97, 6.94)).snapshots`
+            at several times in training.
+        power: That of `EMA(power=...)`, 0 or more.
+        num_updates: The number of updates of the average; that of the last snapshot when `None`.
+
+    Returns:
+        Tensors by name, computed in float32 at least and rounded to the dtype of the snapshots. Tensors that are not
+        floating point are those of the last snapshot.
+
+    Raises:
+        ValueError: If `snapshots` is empty, a number is out of range, or the snapshots have different names.
+
+    Example:
+        >>> snapshots = [
+        ...     (n, p, {"weight": torch.tensor(n * (p + 1) / (p + 2))})  # of weights that grow by 1 with each update
+        ...     for n in range(10, 101, 10)
+        ...     for p in (3.0, 9.0)
+        ... ]
+        >>> post_hoc_ema(snapshots, power=6.0)["weight"].round(decimals=1)  # 100 * 7 / 8
+        tensor(87.5000)
+
+    Reference:
+        Karras et al., "Analyzing and Improving the Training Dynamics of Diffusion Models", CVPR 2024, arXiv:2312.02696,
+        section 3.2 and algorithm 3.
+    """
+    known = sorted(snapshots, key=lambda snapshot: snapshot[0])
+    if not known:
+        raise ValueError("snapshots must have at least one average; got none. Take them from EMA.snapshots.")
+    latest = known[-1][2]
+    num_updates = known[-1][0] if num_updates is None else num_updates
+    check_interval("[0, inf)", power=power)
+    check_counts(1, num_updates=num_updates)
+    if any(tensors.keys() != latest.keys() for _, _, tensors in known):
+        raise ValueError("snapshots must all have the same names of tensors. Take them from one model.")
+    times = torch.tensor([float(time) for time, _, _ in known] + [float(num_updates)], dtype=torch.float64)
+    powers = torch.tensor([each for _, each, _ in known] + [float(power)], dtype=torch.float64)
+    products = _inner_products(times, powers)
+    # Snapshots in close succession are nearly the same, so the matrix may not have full rank.
+    solution = torch.linalg.lstsq(products[:-1, :-1], products[:-1, -1:], driver="gelsd").solution.flatten().tolist()
+    result: dict[str, Tensor] = {}
+    for name, last in latest.items():
+        if not (last.is_floating_point() or last.is_complex()):
+            result[name] = last.clone()
+            continue
+        total = torch.zeros_like(last, dtype=torch.promote_types(last.dtype, torch.float32))
+        for share, (_, _, tensors) in zip(solution, known, strict=True):
+            total.add_(tensors[name].to(total), alpha=share)
+        result[name] = total.to(last.dtype)
+    return result
+
+
+def _inner_products(times: Tensor, powers: Tensor) -> Tensor:
+    """Return the products of all pairs of weights `(power + 1) * t^power / time^(power + 1)` over `0 <= t <= time`."""
+    ratio = times[:, None] / times
+    exponent = torch.where(ratio < 1, powers, -powers[:, None])
+    scale = (powers[:, None] + 1) * (powers + 1) / (powers[:, None] + powers + 1)
+    return scale * ratio**exponent / torch.maximum(times[:, None], times)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]  # a DTensor's
+    return tensor.to("cpu", copy=True)
 
 
 def read_parameters(state: Mapping[str, Any], current: EMAParameters | None, strict: bool) -> EMAParameters:

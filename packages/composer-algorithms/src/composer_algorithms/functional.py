@@ -1,6 +1,8 @@
 """Functional forms of the methods, for custom training loops: `import composer_algorithms.functional as cf`."""
 
 from composer_algorithms.alibi import apply_alibi as apply_alibi
+from composer_algorithms.alternating_flip import alternating_flip_batch as alternating_flip_batch
+from composer_algorithms.attention_window import attention_window as attention_window
 from composer_algorithms.augmix import augmix_image as augmix_image
 from composer_algorithms.blurpool import apply_blurpool as apply_blurpool
 from composer_algorithms.channels_last import apply_channels_last as apply_channels_last
@@ -10,7 +12,9 @@ from composer_algorithms.cutmix import cutmix_batch as cutmix_batch
 from composer_algorithms.cutout import cutout_batch as cutout_batch
 from composer_algorithms.dirac_init import apply_dirac_init as apply_dirac_init
 from composer_algorithms.ema import compute_ema as compute_ema
+from composer_algorithms.ema import post_hoc_ema as post_hoc_ema
 from composer_algorithms.factorize import apply_factorization as apply_factorization
+from composer_algorithms.fused_cross_entropy import apply_fused_cross_entropy as apply_fused_cross_entropy
 from composer_algorithms.gated_linear_units import apply_gated_linear_units as apply_gated_linear_units
 from composer_algorithms.ghost_batchnorm import apply_ghost_batchnorm as apply_ghost_batchnorm
 from composer_algorithms.gradient_clipping import apply_agc as apply_agc
@@ -21,6 +25,9 @@ from composer_algorithms.layer_freezing import freeze_layers as freeze_layers
 from composer_algorithms.low_precision_groupnorm import apply_low_precision_groupnorm as apply_low_precision_groupnorm
 from composer_algorithms.low_precision_layernorm import apply_low_precision_layernorm as apply_low_precision_layernorm
 from composer_algorithms.mixup import mixup_batch as mixup_batch
+from composer_algorithms.multi_token_prediction import apply_multi_token_prediction as apply_multi_token_prediction
+from composer_algorithms.multi_token_prediction import multi_token_loss as multi_token_loss
+from composer_algorithms.multi_view_eval import multi_view_forward as multi_view_forward
 from composer_algorithms.mup import apply_mup as apply_mup
 from composer_algorithms.progressive_resizing import resize_batch as resize_batch
 from composer_algorithms.randaugment import randaugment_image as randaugment_image
@@ -35,7 +42,9 @@ from composer_algorithms.transformer_surgery import apply_qk_norm as apply_qk_no
 from composer_algorithms.transformer_surgery import apply_squared_relu as apply_squared_relu
 from composer_algorithms.transformer_surgery import apply_value_residual as apply_value_residual
 from composer_algorithms.transformer_surgery import apply_zero_init as apply_zero_init
+from composer_algorithms.untied_head import apply_untied_head as apply_untied_head
 from composer_algorithms.weight_standardization import apply_weight_standardization as apply_weight_standardization
+from composer_algorithms.whitening_init import apply_whitening_init as apply_whitening_init
 from composer_algorithms.z_loss import z_loss as z_loss
 
 __all__ = [name for name in dir() if not name.startswith("_")]  # pyright: ignore[reportUnsupportedDunderAll]

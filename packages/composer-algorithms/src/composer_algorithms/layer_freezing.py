@@ -3,13 +3,13 @@
 import logging
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakSet
 
 from torch import nn
 from torch.optim import Optimizer
 
-from composer_algorithms._arguments import check_interval
+from composer_algorithms._arguments import check_choice, check_interval
 from composer_algorithms._method import Method, elapsed_fraction, log_no_effect
 from composer_algorithms.metadata import METHODS
 from composer_events import Event, Logger, State
@@ -19,6 +19,9 @@ __all__ = ["LayerFreezing", "freeze_layers", "METADATA"]
 METADATA = METHODS["layer_freezing"]
 
 _log = logging.getLogger("composer.algorithms.layer_freezing")
+
+FreezeSchedule = Literal["linear", "cubic"]
+
 _REPORTED: WeakSet[nn.Module] = WeakSet()  # models already reported to have no layer to freeze
 
 
@@ -28,13 +31,16 @@ def freeze_layers(
     current_duration: float,
     freeze_start: float = 0.5,
     freeze_level: float = 1.0,
+    *,
+    schedule: FreezeSchedule = "linear",
 ) -> tuple[int, float]:
     """Freeze the first layers of a model, a fraction that grows with training time.
 
     Layers are the modules with parameters of their own, in registration order; the last one is never frozen. Nothing is
-    frozen up to `freeze_start`; from there to the end the frozen fraction grows linearly to `freeze_level`. Frozen
-    parameters require no gradient and have none. They stay in the optimizers, which skip parameters without a gradient,
-    so that saved states still fit. If no layer will ever be frozen, that is logged once per model.
+    frozen up to `freeze_start`; from there to the end the frozen fraction grows linearly to `freeze_level`. With the
+    cubic schedule of FreezeOut, the third power of the time of each freezing replaces that time. Frozen parameters
+    require no gradient and have none. They stay in the optimizers, which skip parameters without a gradient, so that
+    saved states still fit. If no layer will ever be frozen, that is logged once per model.
 
     Args:
         model: Changed in place.
@@ -42,12 +48,13 @@ def freeze_layers(
         current_duration: Completed fraction of training, in [0, 1].
         freeze_start: Fraction of training before which nothing is frozen, in [0, 1].
         freeze_level: Fraction of the layers frozen at the end, in [0, 1].
+        schedule: `'linear'` or `'cubic'`, which freezes earlier.
 
     Returns:
         The number of frozen layers, and the requested fraction.
 
     Raises:
-        ValueError: If one of the numbers is outside [0, 1].
+        ValueError: If one of the numbers is outside [0, 1], or `schedule` is unknown.
 
     Example:
         >>> import torch
@@ -62,6 +69,9 @@ def freeze_layers(
     """
     del optimizers  # only in Composer's signature
     check_interval("[0, 1]", freeze_start=freeze_start, freeze_level=freeze_level, current_duration=current_duration)
+    check_choice(("linear", "cubic"), schedule=schedule)
+    if schedule == "cubic":
+        current_duration = current_duration ** (1 / 3)
     fraction = 0.0
     if current_duration > freeze_start:
         # Not reached with freeze_start=1, since current_duration is at most 1.
@@ -87,13 +97,14 @@ class LayerFreezing(Method):
     Args:
         freeze_start: Fraction of training before which nothing is frozen, in [0, 1].
         freeze_level: Fraction of the layers frozen at the end, in [0, 1].
+        schedule: See `freeze_layers`.
 
     Raises:
-        ValueError: If one of them is outside [0, 1].
+        ValueError: If a number is outside [0, 1], or `schedule` is unknown.
 
     Example:
         >>> LayerFreezing(freeze_start=0.2)
-        LayerFreezing(freeze_start=0.2, freeze_level=1.0)
+        LayerFreezing(freeze_start=0.2, freeze_level=1.0, schedule='linear')
 
     Reference:
         See `freeze_layers`.
@@ -101,10 +112,14 @@ class LayerFreezing(Method):
 
     acts_on = frozenset({Event.AFTER_LOAD, Event.FIT_START, Event.EPOCH_END})
 
-    def __init__(self, freeze_start: float = 0.5, freeze_level: float = 1.0) -> None:
+    def __init__(
+        self, freeze_start: float = 0.5, freeze_level: float = 1.0, *, schedule: FreezeSchedule = "linear"
+    ) -> None:
         check_interval("[0, 1]", freeze_start=freeze_start, freeze_level=freeze_level)
+        check_choice(("linear", "cubic"), schedule=schedule)
         self.freeze_start = freeze_start
         self.freeze_level = freeze_level
+        self.schedule: FreezeSchedule = schedule
         self._freeze_depth = 0
         self._freeze_fraction = 0.0
         self._is_loaded = False
@@ -126,7 +141,12 @@ class LayerFreezing(Method):
             return
         elapsed = elapsed_fraction(state, "LayerFreezing")
         depth, fraction = freeze_layers(
-            state.model, state.optimizers, min(float(elapsed), 1.0), self.freeze_start, self.freeze_level
+            state.model,
+            state.optimizers,
+            min(float(elapsed), 1.0),
+            self.freeze_start,
+            self.freeze_level,
+            schedule=self.schedule,
         )
         # In a second, longer fit, fewer layers may be due than are frozen already.
         self._freeze_depth, self._freeze_fraction = max(depth, self._freeze_depth), fraction

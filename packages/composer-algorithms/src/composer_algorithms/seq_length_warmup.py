@@ -45,7 +45,7 @@ def set_batch_sequence_length(
         batch: Tensors of shape `(batch, length, ...)` by name. Not changed.
         curr_seq_len: New length. If the sequences do not exceed it, the batch itself is returned.
         truncate: Truncate the sequences. Otherwise the batch is split into more sequences of the new length, dropping
-            an incomplete one at its end, and `position_ids` start from 0 in each.
+            an incomplete one at its end, and `position_ids` start from 0 in each, and in each packed document.
         preserve_end_of_sequence: When truncating, put each sequence's last token (by `attention_mask`) at the new end.
         non_sequence_keys: Names of entries without a length dim, which are not changed. Only with `truncate`.
 
@@ -281,9 +281,13 @@ def _cut_into_several(sequences: Mapping[str, Tensor], length: int) -> dict[str,
             )
         whole = value.flatten()
         shorter[name] = whole[: len(whole) // length * length].view(-1, length)
-    if "position_ids" in shorter:  # the new sequences start within the old ones, but at position 0
-        positions = torch.arange(length, device=shorter["position_ids"].device, dtype=shorter["position_ids"].dtype)
-        shorter["position_ids"] = positions.repeat(len(shorter["position_ids"]), 1)
+    if "position_ids" in shorter:  # from 0 at the start of each new sequence, and of each packed document in it
+        positions = sequences["position_ids"]
+        is_start = positions.diff(dim=1, prepend=positions[:, :1] - 1) != 1
+        is_start[:, 0] = is_start.any()  # only packed sequences are not joined where a new one spans two
+        is_start = is_start.flatten()[: shorter["position_ids"].numel()].view(-1, length)
+        columns = torch.arange(length, device=positions.device, dtype=positions.dtype).expand_as(is_start)
+        shorter["position_ids"] = columns - torch.where(is_start, columns, 0).cummax(dim=1).values
     return shorter
 
 

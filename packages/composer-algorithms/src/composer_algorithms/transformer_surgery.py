@@ -1,6 +1,5 @@
 """Changes to transformers: zero initialization, QK-norm, value residual, capped logits, and squared ReLU."""
 
-import logging
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -14,11 +13,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from composer_algorithms._arguments import check_interval
-from composer_algorithms._method import Method, ModelSurgery, report
+from composer_algorithms._method import AppliedFunction, ModelSurgery
 from composer_algorithms._optimizer_surgery import Replacement, as_optimizers, follow_replacements
 from composer_algorithms.module_surgery import replace_module_classes
 from composer_dist.wrapping import unwrap_model
-from composer_events import Event, Logger, NoEffectWarning, State
+from composer_events import NoEffectWarning
 
 __all__ = [
     "LogitSoftcap",
@@ -32,8 +31,6 @@ __all__ = [
     "apply_value_residual",
     "apply_zero_init",
 ]
-
-_log = logging.getLogger("composer.algorithms.transformer_surgery")
 
 _Optimizers = Optimizer | Sequence[Optimizer] | None
 # The last layers of residual branches in GPT-2 (c_proj), Llama and its relatives, and BERT; ComposerGPT has a class.
@@ -96,11 +93,11 @@ def apply_zero_init(model: nn.Module) -> int:
             f"{', '.join(list(found)[:2])}: not every block is the identity.",
             stacklevel=2,
         )
-    return _count_or_warn("ZeroInit", model, "known last layer of a residual branch", len(layers))
+    return count_or_warn("ZeroInit", model, "known last layer of a residual branch", len(layers))
 
 
 @dataclass(repr=False, eq=False)
-class ZeroInit(Method):
+class ZeroInit(AppliedFunction):
     """Set the last layer of each residual branch of a transformer to zero.
 
     On `INIT` it applies `apply_zero_init` to `state.model`, after algorithms that replace layers. Weights of a
@@ -114,12 +111,9 @@ class ZeroInit(Method):
         See `apply_zero_init`.
     """
 
-    acts_on = frozenset({Event.INIT})
     surgery_rank = 5
-
-    def apply(self, event: Event, state: State, logger: Logger | None) -> None:
-        """Set the layers to zero, and log their number."""
-        report(_log, logger, {"zero_init/num_layers": apply_zero_init(state.model)})
+    function = staticmethod(apply_zero_init)
+    counted = "zero_init/num_layers"
 
 
 def apply_qk_norm(model: nn.Module, initial_scale: float | None = None, optimizers: _Optimizers = None) -> int:
@@ -175,12 +169,12 @@ def apply_qk_norm(model: nn.Module, initial_scale: float | None = None, optimize
         if others:
             others[0].register_forward_hook(partial(_normalize_keys, head_size))
     if optimizers:
-        _add_next_to_vectors(model, old_params, optimizers)
-    return _count_or_warn("QKNorm", model, "attention layer of a supported kind", len(attentions))
+        add_to_optimizers(model, old_params, optimizers)
+    return count_or_warn("QKNorm", model, "attention layer of a supported kind", len(attentions))
 
 
 @dataclass(repr=False, eq=False)
-class QKNorm(ModelSurgery):
+class QKNorm(AppliedFunction, ModelSurgery):
     """Normalize the queries and keys of each attention head of a transformer.
 
     On `INIT` it applies `apply_qk_norm` to `state.model` and `state.optimizers`, after algorithms that replace layers.
@@ -201,17 +195,14 @@ class QKNorm(ModelSurgery):
     """
 
     surgery_rank = 5
+    function = staticmethod(apply_qk_norm)
+    counted = "qk_norm/num_attention_layers"
 
     initial_scale: float | None = None
 
     def __post_init__(self) -> None:
         if self.initial_scale is not None:
             check_interval("(0, inf)", initial_scale=self.initial_scale)
-
-    def apply(self, event: Event, state: State, logger: Logger | None) -> None:
-        """Normalize queries and keys, and log the number of attention layers."""
-        count = apply_qk_norm(state.model, self.initial_scale, state.optimizers)
-        report(_log, logger, {"qk_norm/num_attention_layers": count})
 
 
 def apply_value_residual(model: nn.Module, optimizers: _Optimizers = None) -> int:
@@ -258,12 +249,12 @@ def apply_value_residual(model: nn.Module, optimizers: _Optimizers = None) -> in
                 layer.value_mix = nn.Parameter(layer.weight.new_full((2,), 0.5))
             layer.register_forward_hook(partial(_mix_values, first, num_parts))
     if optimizers:
-        _add_next_to_vectors(model, old_params, optimizers)
-    return _count_or_warn("ValueResidual", model, "stack of attention layers of a supported kind", len(values[1:]))
+        add_to_optimizers(model, old_params, optimizers)
+    return count_or_warn("ValueResidual", model, "stack of attention layers of a supported kind", len(values[1:]))
 
 
 @dataclass(repr=False, eq=False)
-class ValueResidual(ModelSurgery):
+class ValueResidual(AppliedFunction, ModelSurgery):
     """Mix the values of the first attention layer of a transformer into the values of each later one.
 
     On `INIT` it applies `apply_value_residual` to `state.model` and `state.optimizers`, after algorithms that replace
@@ -278,11 +269,8 @@ class ValueResidual(ModelSurgery):
     """
 
     surgery_rank = 5
-
-    def apply(self, event: Event, state: State, logger: Logger | None) -> None:
-        """Mix the values, and log the number of layers."""
-        count = apply_value_residual(state.model, state.optimizers)
-        report(_log, logger, {"value_residual/num_attention_layers": count})
+    function = staticmethod(apply_value_residual)
+    counted = "value_residual/num_attention_layers"
 
 
 def apply_logit_softcap(model: nn.Module, cap: float = 30.0) -> int:
@@ -316,16 +304,16 @@ def apply_logit_softcap(model: nn.Module, cap: float = 30.0) -> int:
         Gemma Team, "Gemma 2: Improving Open Language Models at a Practical Size", 2024, arXiv:2408.00118, section 2.
     """
     check_interval("(0, inf)", cap=cap)
-    heads = set(_output_layers(model))
+    heads = set(output_layers(model))
     for head in heads:
-        if not hasattr(head, "_already_softcapped"):
-            head.register_forward_hook(partial(_cap, float(cap)))
-            head._already_softcapped = True
-    return _count_or_warn("LogitSoftcap", model, "output layer for tokens", len(heads))
+        if getattr(head, "logit_softcap", None) is None:
+            head.register_forward_hook(_cap)
+            head.logit_softcap = float(cap)
+    return count_or_warn("LogitSoftcap", model, "output layer for tokens", len(heads))
 
 
 @dataclass(repr=False, eq=False)
-class LogitSoftcap(ModelSurgery):
+class LogitSoftcap(AppliedFunction, ModelSurgery):
     """Bound the logits of a language model.
 
     On `INIT` it applies `apply_logit_softcap` to `state.model`, after algorithms that replace layers. Loading a
@@ -346,15 +334,13 @@ class LogitSoftcap(ModelSurgery):
     """
 
     surgery_rank = 5
+    function = staticmethod(apply_logit_softcap)
+    counted = "logit_softcap/numoutput_layers"
 
     cap: float = 30.0
 
     def __post_init__(self) -> None:
         check_interval("(0, inf)", cap=self.cap)
-
-    def apply(self, event: Event, state: State, logger: Logger | None) -> None:
-        """Cap the logits, and log the number of output layers."""
-        report(_log, logger, {"logit_softcap/num_output_layers": apply_logit_softcap(state.model, self.cap)})
 
 
 class _SquaredReLU(nn.Module):
@@ -396,11 +382,11 @@ def apply_squared_relu(model: nn.Module) -> int:
     }
     replace_module_classes(model, {nn.Module: lambda module, _: _SquaredReLU() if module in found else None})
     count = sum(isinstance(module, _SquaredReLU) for module in model.modules())
-    return _count_or_warn("SquaredReLU", model, "activation in a module named mlp or intermediate", count)
+    return count_or_warn("SquaredReLU", model, "activation in a module named mlp or intermediate", count)
 
 
 @dataclass(repr=False, eq=False)
-class SquaredReLU(ModelSurgery):
+class SquaredReLU(AppliedFunction, ModelSurgery):
     """Replace the activations in the feed-forward layers of a transformer with the squared ReLU.
 
     On `INIT` it applies `apply_squared_relu` to `state.model`, before algorithms that replace feed-forward layers and
@@ -415,13 +401,11 @@ class SquaredReLU(ModelSurgery):
     """
 
     surgery_rank = 0
-
-    def apply(self, event: Event, state: State, logger: Logger | None) -> None:
-        """Replace the activations, and log their number."""
-        report(_log, logger, {"squared_relu/num_layers": apply_squared_relu(state.model)})
+    function = staticmethod(apply_squared_relu)
+    counted = "squared_relu/num_layers"
 
 
-def _count_or_warn(method: str, model: nn.Module, missing: str, count: int) -> int:
+def count_or_warn(method: str, model: nn.Module, missing: str, count: int) -> int:
     if not count:
         warnings.warn(
             f"{method} has no effect on this {type(model).__qualname__}: it has no {missing}. Use ComposerGPT or a "
@@ -492,11 +476,13 @@ def _mix_values(first: _FirstValues, num_parts: int, module: Any, arguments: Any
     return torch.cat([*others, own * values + other * first.values], dim=-1)
 
 
-def _cap(cap: float, module: Any, arguments: Any, output: Tensor) -> Tensor:
-    return torch.tanh(output / cap) * cap
+def _cap(module: Any, arguments: Any, output: Any) -> Any:
+    if not isinstance(output, Tensor) or getattr(module, "targets", None) is not None:
+        return output  # a fused loss, which caps the logits itself
+    return torch.tanh(output / module.logit_softcap) * module.logit_softcap
 
 
-def _output_layers(model: nn.Module) -> Iterator[Any]:
+def output_layers(model: nn.Module) -> Iterator[Any]:
     from composer_models.gpt import GPT  # loads the metrics
 
     for module in unwrap_model(model).modules():
@@ -507,10 +493,15 @@ def _output_layers(model: nn.Module) -> Iterator[Any]:
             yield head
 
 
-def _add_next_to_vectors(model: nn.Module, old_params: dict[str, Tensor], optimizers: Sequence[Optimizer]) -> None:
-    """Add new parameters to the group of the first norm or bias, since optimizers may treat matrices differently."""
+def add_to_optimizers(model: nn.Module, old_params: dict[str, Tensor], optimizers: Sequence[Optimizer]) -> None:
+    """Add each new parameter to the group of an old one of its shape, or else of the first with as many dims.
+
+    Optimizers may treat matrices, and vectors such as norms and biases, differently.
+    """
     trained = {id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
-    vector = next((each for each in old_params.values() if each.ndim == 1 and id(each) in trained), None)
-    new_names = dict(model.named_parameters()).keys() - old_params.keys()
-    predecessors = {} if vector is None else dict.fromkeys(new_names, vector)
+    old = [each for each in old_params.values() if id(each) in trained]
+    predecessors: dict[str, Tensor] = {}
+    for name, new in model.named_parameters():
+        if name not in old_params and (alike := [each for each in old if each.ndim == new.ndim]):
+            predecessors[name] = next((each for each in alike if each.shape == new.shape), alike[0])
     follow_replacements([Replacement("", {**old_params, **predecessors}, model)], model, optimizers)

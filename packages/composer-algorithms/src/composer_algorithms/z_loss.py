@@ -1,6 +1,6 @@
 """Z-loss: keep the normalizer of the softmax near 1."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from composer_algorithms._arguments import check_interval
 from composer_algorithms._method import Method
-from composer_algorithms._tensors import require_tensor
+from composer_algorithms._tensors import add_term, require_tensor
 from composer_algorithms.metadata import METHODS
 from composer_events import Event, Logger, State
 
@@ -76,15 +76,11 @@ class ZLoss(Method):
     def apply(self, event: Event, state: State, logger: Logger | None) -> None:
         """Add the term to the loss."""
         outputs: Any = state.outputs
-        logits = require_tensor(getattr(outputs, "logits", outputs), "the model's output")
+        outputs = getattr(outputs, "logits", outputs)
+        log_z = getattr(outputs, "log_z", None)  # of a loss that was computed without logits
+        # The only logit of a token with the same normalizer.
+        logits = require_tensor(outputs, "the model's output") if log_z is None else log_z[..., None]
         mask = state.batch.get("attention_mask") if isinstance(state.batch, Mapping) else None
         if not isinstance(mask, Tensor) or mask.shape != logits.shape[:-1]:
             mask = None
-        state.loss = _add(state.loss, self.coefficient * z_loss(logits, mask))
-
-
-def _add(loss: Any, term: Tensor) -> Any:
-    """Add a term to a loss, to the `total` of several losses, or as one more of them."""
-    if isinstance(loss, Mapping):
-        return {**loss, "total": loss["total"] + term} if "total" in loss else {**loss, "z_loss": term}
-    return [*loss, term] if isinstance(loss, Sequence) else loss + term
+        state.loss = add_term(state.loss, "z_loss", self.coefficient * z_loss(logits, mask))

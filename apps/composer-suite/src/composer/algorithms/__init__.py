@@ -7,6 +7,8 @@ from composer._lazy import lazy_face
 
 if TYPE_CHECKING:
     from composer_algorithms.alibi import Alibi as Alibi
+    from composer_algorithms.alternating_flip import AlternatingFlip as AlternatingFlip
+    from composer_algorithms.attention_window import AttentionWindowWarmup as AttentionWindowWarmup
     from composer_algorithms.augmix import AugmentAndMixTransform as AugmentAndMixTransform
     from composer_algorithms.augmix import AugMix as AugMix
     from composer_algorithms.blurpool import BlurPool as BlurPool
@@ -14,10 +16,12 @@ if TYPE_CHECKING:
     from composer_algorithms.colout import ColOut as ColOut
     from composer_algorithms.colout import ColOutTransform as ColOutTransform
     from composer_algorithms.cutmix import CutMix as CutMix
+    from composer_algorithms.cutmix import MixUpOrCutMix as MixUpOrCutMix
     from composer_algorithms.cutout import CutOut as CutOut
     from composer_algorithms.dirac_init import DiracInit as DiracInit
     from composer_algorithms.ema import EMA as EMA
     from composer_algorithms.factorize import Factorize as Factorize
+    from composer_algorithms.fused_cross_entropy import FusedCrossEntropy as FusedCrossEntropy
     from composer_algorithms.gated_linear_units import GatedLinearUnits as GatedLinearUnits
     from composer_algorithms.ghost_batchnorm import GhostBatchNorm as GhostBatchNorm
     from composer_algorithms.gradient_clipping import AGC as AGC
@@ -28,6 +32,8 @@ if TYPE_CHECKING:
     from composer_algorithms.low_precision_groupnorm import LowPrecisionGroupNorm as LowPrecisionGroupNorm
     from composer_algorithms.low_precision_layernorm import LowPrecisionLayerNorm as LowPrecisionLayerNorm
     from composer_algorithms.mixup import MixUp as MixUp
+    from composer_algorithms.multi_token_prediction import MultiTokenPrediction as MultiTokenPrediction
+    from composer_algorithms.multi_view_eval import MultiViewEval as MultiViewEval
     from composer_algorithms.mup import MuP as MuP
     from composer_algorithms.no_op_model import NoOpModel as NoOpModel
     from composer_algorithms.progressive_resizing import ProgressiveResizing as ProgressiveResizing
@@ -46,10 +52,14 @@ if TYPE_CHECKING:
     from composer_algorithms.transformer_surgery import SquaredReLU as SquaredReLU
     from composer_algorithms.transformer_surgery import ValueResidual as ValueResidual
     from composer_algorithms.transformer_surgery import ZeroInit as ZeroInit
+    from composer_algorithms.untied_head import UntiedHead as UntiedHead
     from composer_algorithms.weight_standardization import WeightStandardization as WeightStandardization
+    from composer_algorithms.whitening_init import WhiteningInit as WhiteningInit
     from composer_algorithms.z_loss import ZLoss as ZLoss
 __all__ = [
     "Alibi",
+    "AlternatingFlip",
+    "AttentionWindowWarmup",
     "AugMix",
     "AugmentAndMixTransform",
     "BlurPool",
@@ -57,10 +67,12 @@ __all__ = [
     "ColOut",
     "ColOutTransform",
     "CutMix",
+    "MixUpOrCutMix",
     "CutOut",
     "DiracInit",
     "EMA",
     "Factorize",
+    "FusedCrossEntropy",
     "GatedLinearUnits",
     "GhostBatchNorm",
     "AGC",
@@ -71,6 +83,8 @@ __all__ = [
     "LowPrecisionGroupNorm",
     "LowPrecisionLayerNorm",
     "MixUp",
+    "MultiTokenPrediction",
+    "MultiViewEval",
     "MuP",
     "NoOpModel",
     "ProgressiveResizing",
@@ -89,22 +103,27 @@ __all__ = [
     "SquaredReLU",
     "ValueResidual",
     "ZeroInit",
+    "UntiedHead",
     "WeightStandardization",
+    "WhiteningInit",
     "ZLoss",
 ]
 __getattr__, __dir__ = lazy_face(
     __name__,
     {
         "composer_algorithms.alibi": ["Alibi"],
+        "composer_algorithms.alternating_flip": ["AlternatingFlip"],
+        "composer_algorithms.attention_window": ["AttentionWindowWarmup"],
         "composer_algorithms.augmix": ["AugMix", "AugmentAndMixTransform"],
         "composer_algorithms.blurpool": ["BlurPool"],
         "composer_algorithms.channels_last": ["ChannelsLast"],
         "composer_algorithms.colout": ["ColOut", "ColOutTransform"],
-        "composer_algorithms.cutmix": ["CutMix"],
+        "composer_algorithms.cutmix": ["CutMix", "MixUpOrCutMix"],
         "composer_algorithms.cutout": ["CutOut"],
         "composer_algorithms.dirac_init": ["DiracInit"],
         "composer_algorithms.ema": ["EMA"],
         "composer_algorithms.factorize": ["Factorize"],
+        "composer_algorithms.fused_cross_entropy": ["FusedCrossEntropy"],
         "composer_algorithms.gated_linear_units": ["GatedLinearUnits"],
         "composer_algorithms.ghost_batchnorm": ["GhostBatchNorm"],
         "composer_algorithms.gradient_clipping": ["AGC", "GradientClipping"],
@@ -114,6 +133,8 @@ __getattr__, __dir__ = lazy_face(
         "composer_algorithms.low_precision_groupnorm": ["LowPrecisionGroupNorm"],
         "composer_algorithms.low_precision_layernorm": ["LowPrecisionLayerNorm"],
         "composer_algorithms.mixup": ["MixUp"],
+        "composer_algorithms.multi_token_prediction": ["MultiTokenPrediction"],
+        "composer_algorithms.multi_view_eval": ["MultiViewEval"],
         "composer_algorithms.mup": ["MuP"],
         "composer_algorithms.no_op_model": ["NoOpModel"],
         "composer_algorithms.progressive_resizing": ["ProgressiveResizing"],
@@ -131,7 +152,9 @@ __getattr__, __dir__ = lazy_face(
             "ValueResidual",
             "ZeroInit",
         ],
+        "composer_algorithms.untied_head": ["UntiedHead"],
         "composer_algorithms.weight_standardization": ["WeightStandardization"],
+        "composer_algorithms.whitening_init": ["WhiteningInit"],
         "composer_algorithms.z_loss": ["ZLoss"],
     },
     submodules=[

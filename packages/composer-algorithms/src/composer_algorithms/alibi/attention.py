@@ -122,7 +122,9 @@ def _sdpa_attention(
     mask = add_bias(slopes, attention_mask, num_queries, num_keys, is_causal)
     # transformers 4 ignores position_bias here, so the bias goes into the mask. Clamped, since the lowest float32 is
     # minus infinity in float16, and the softmax of a row of only those is NaN.
-    mask = mask.clamp_min(torch.finfo(query.dtype).min).to(query.dtype)
+    if query.dtype != torch.float64:
+        mask = mask.clamp_min(torch.finfo(query.dtype).min)
+    mask = mask.to(query.dtype)
     if kwargs.get("output_attentions"):
         kwargs.pop("is_causal", None)
         return _with_weights(module, query, key, value, mask, **kwargs)

@@ -1,0 +1,241 @@
+"""Multi-token prediction: heads that predict tokens after the next one, as an additional loss."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from composer_algorithms._arguments import check_counts, check_interval
+from composer_algorithms._method import ModelSurgery, report
+from composer_algorithms._optimizer_surgery import as_optimizers
+from composer_algorithms._tensors import add_term
+from composer_algorithms.metadata import METHODS
+from composer_algorithms.transformer_surgery import add_to_optimizers, count_or_warn, output_layers
+from composer_dist.wrapping import unwrap_model
+from composer_events import Event, Logger, State
+
+__all__ = ["METADATA", "MultiTokenHeads", "MultiTokenPrediction", "apply_multi_token_prediction", "multi_token_loss"]
+
+METADATA = METHODS["multi_token_prediction"]
+
+_log = logging.getLogger("composer.algorithms.multi_token_prediction")
+
+_IGNORED = -100
+
+
+class _Head(nn.Module):
+    """Residual layer that begins as the identity, so that its logits begin as those of the next token."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.linear = nn.Linear(weight.shape[1], weight.shape[1], device=weight.device, dtype=weight.dtype)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + F.silu(self.linear(hidden))
+
+
+class _Logits:
+    """The logits of the heads in the present forward pass, which copies and pickled models do not have."""
+
+    of_heads: Tensor | None = None
+
+    def __getstate__(self) -> None:
+        return None
+
+
+def apply_multi_token_prediction(
+    model: nn.Module, num_extra_tokens: int = 1, optimizers: Optimizer | list[Optimizer] | None = None
+) -> int:
+    """Add heads to a causal language model that predict the tokens after the next one, for `multi_token_loss`.
+
+    Head `k` computes `h + silu(W h + b)` of the last hidden states `h`, with `W` and `b` of 0 at first, and the output
+    layer of the model computes its logits. In training, one product computes the logits of the model and the heads; in
+    evaluation, heads are not computed. Outputs of the model stay the same. A second call changes nothing.
+
+    Supported are `ComposerGPT` and causal language models of transformers.
+
+    Args:
+        model: Changed in place: the heads are its attribute `multi_token_heads`.
+        num_extra_tokens: Number of heads, 1 or more.
+        optimizers: Existing optimizers of the model. Matrices and vectors of the heads join the groups of others of
+            their shape or, if there are none, of the first one.
+
+    Returns:
+        The number of heads.
+
+    Raises:
+        ValueError: If `num_extra_tokens` is less than 1, or the weights are on the meta device.
+
+    Warns:
+        NoEffectWarning: If the model is not a causal language model of such a kind.
+
+    Example:
+        >>> from composer_models import ComposerGPT
+        >>> model = ComposerGPT(dict(d_model=8, n_heads=2, n_layers=1, vocab_size=32, max_seq_len=8))
+        >>> apply_multi_token_prediction(model, num_extra_tokens=2)
+        2
+        >>> batch = {"input_ids": torch.arange(8)[None], "labels": torch.arange(8)[None]}
+        >>> loss = model.loss(model(batch), batch)
+        >>> loss = loss + multi_token_loss(model.multi_token_heads.take_logits(), batch["labels"])
+
+    Reference:
+        Gloeckle et al., "Better & Faster Large Language Models via Multi-token Prediction", ICML 2024,
+        arXiv:2404.19737. There each head is a transformer layer.
+    """
+    check_counts(1, num_extra_tokens=num_extra_tokens)
+    if (present := getattr(unwrap_model(model), "multi_token_heads", None)) is not None:
+        return len(present)
+    known = as_optimizers(optimizers)
+    old_params: dict[str, Tensor] = dict(model.named_parameters())
+    layer = next((each for each in output_layers(model) if _is_causal(each, model)), None)
+    if layer is None:
+        return count_or_warn("MultiTokenPrediction", model, "output layer for the next token", 0)
+    weight = layer.wte.weight if hasattr(layer, "wte") else layer.weight
+    if weight.is_meta:
+        raise ValueError(
+            "MultiTokenPrediction adds layers, and the weights of this model are on the meta device. Initialize them."
+        )
+    heads = MultiTokenHeads([_Head(weight) for _ in range(num_extra_tokens)])
+    if hasattr(layer, "ln_f"):  # ComposerGPT, whose output layer is a function
+        layer.ln_f.register_forward_hook(partial(_append_outputs, heads))
+    else:
+        layer.register_forward_pre_hook(partial(_append_inputs, heads))
+    layer.register_forward_hook(partial(_split, heads.kept, num_extra_tokens))
+    cast(Any, unwrap_model(model)).multi_token_heads = heads
+    if known:
+        add_to_optimizers(model, old_params, known)
+    return num_extra_tokens
+
+
+class MultiTokenHeads(nn.ModuleList):
+    """The heads for tokens after the next one, and their logits in the present forward pass."""
+
+    def __init__(self, heads: list[nn.Module]) -> None:
+        super().__init__(heads)
+        self.kept = _Logits()
+
+    def take_logits(self) -> Tensor:
+        """Return the logits of the last forward pass in training, shape `(heads * batch, tokens, vocabulary)`, once.
+
+        Raises:
+            RuntimeError: If there has been no such pass since the last call.
+        """
+        logits, self.kept.of_heads = self.kept.of_heads, None
+        if logits is None:
+            raise RuntimeError(
+                "multi_token_heads have no logits: the model has not called its output layer in training mode since "
+                "they were last taken. Turn off losses that replace the output layer, such as fused ones."
+            )
+        return logits
+
+
+def multi_token_loss(logits: Tensor, labels: Tensor, position_ids: Tensor | None = None) -> Tensor:
+    """Compute the sum over heads of the mean cross entropy of head `k` and the token `k + 1` places ahead.
+
+    Args:
+        logits: Shape `(heads * batch, tokens, vocabulary)`, first those of `k = 1`. Computed in float32 at least.
+        labels: Token ids, shape `(batch, tokens)`, not shifted. -100 is ignored.
+        position_ids: The shape of `labels`. Tokens of a packed document are not predicted from another document.
+
+    Returns:
+        A scalar. A head without any token to predict adds 0.
+
+    Reference:
+        See `apply_multi_token_prediction`.
+    """
+    losses: list[Tensor] = []
+    for ahead, own in enumerate(logits.split(labels.shape[0]), 2):
+        targets = labels[:, ahead:]
+        if position_ids is not None:
+            targets = targets.where(position_ids[:, ahead:] - position_ids[:, :-ahead] == ahead, _IGNORED)
+        targets = F.pad(targets, (0, min(ahead, labels.shape[1])), value=_IGNORED)
+        own = own.to(torch.promote_types(own.dtype, torch.float32)).flatten(0, 1)
+        total = F.cross_entropy(own, targets.flatten(), ignore_index=_IGNORED, reduction="sum")
+        losses.append(total / (targets != _IGNORED).sum().clamp(min=1))
+    return torch.stack(losses).sum()
+
+
+@dataclass(repr=False, eq=False)
+class MultiTokenPrediction(ModelSurgery):
+    """Train a causal language model to also predict the tokens after the next one.
+
+    On `INIT` it applies `apply_multi_token_prediction` to `state.model` and `state.optimizers`, after algorithms that
+    replace layers. On `BEFORE_BACKWARD` it adds `coefficient * multi_token_loss(...)` of the `labels` in the batch to
+    `state.loss`. Like the loss itself, it is a mean over each microbatch. Loading a checkpoint of the changed model
+    applies it. Hugging Face folders and exported models do not contain the heads.
+
+    Args:
+        num_extra_tokens: Number of heads, 1 or more.
+        coefficient: 0 or more. The paper counts the losses of all tokens equally, as 1 does.
+
+    Raises:
+        ValueError: If an argument is out of range; in training, if the batch has no `labels`.
+
+    Example:
+        >>> MultiTokenPrediction()
+        MultiTokenPrediction(num_extra_tokens=1, coefficient=1.0)
+
+    Reference:
+        See `apply_multi_token_prediction`.
+    """
+
+    acts_on = frozenset({Event.INIT, Event.BEFORE_BACKWARD})
+    surgery_rank = 6  # after changes of the output layer, such as LogitSoftcap, which then apply to the heads as well
+    runs_after = frozenset({"MixUp", "CutMix"})  # they replace the loss
+    schedulable = ("coefficient",)
+
+    num_extra_tokens: int = 1
+    coefficient: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_counts(1, num_extra_tokens=self.num_extra_tokens)
+        check_interval("[0, inf)", coefficient=self.coefficient)
+
+    def apply(self, event: Event, state: State, logger: Logger | None) -> None:
+        """Add the heads, or the loss of their predictions."""
+        heads = getattr(unwrap_model(state.model), "multi_token_heads", None)
+        if event == Event.INIT:
+            count = apply_multi_token_prediction(state.model, self.num_extra_tokens, state.optimizers)
+            report(_log, logger, {"multi_token_prediction/num_heads": count})
+        elif heads is not None:
+            labels = state.batch.get("labels") if isinstance(state.batch, Mapping) else None
+            if labels is None:
+                raise ValueError("MultiTokenPrediction needs 'labels' in the batch, the ids of the tokens. Add them.")
+            term = self.coefficient * multi_token_loss(heads.take_logits(), labels, state.batch.get("position_ids"))
+            state.loss = add_term(state.loss, "multi_token_loss", term)
+
+
+def _is_causal(layer: Any, model: nn.Module) -> bool:
+    if hasattr(layer, "ln_f"):
+        return True
+    owners = [each for each in unwrap_model(model).modules() if callable(getattr(each, "can_generate", None))]
+    return any(
+        owner.get_output_embeddings() is layer and owner.can_generate() and not owner.config.is_encoder_decoder
+        for owner in cast("list[Any]", owners)
+    )
+
+
+# Functions of the module, so that models with them can be copied and pickled. The hidden states of the heads extend the
+# batch, so that the model, in one product, treats their logits as its own, and DDP and FSDP see the heads being used.
+def _append_outputs(heads: nn.ModuleList, module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
+    return torch.cat([output, *(head(output) for head in heads)]) if module.training else output
+
+
+def _append_inputs(heads: nn.ModuleList, module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (_append_outputs(heads, module, (), arguments[0]), *arguments[1:])
+
+
+def _split(kept: _Logits, num_heads: int, module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
+    if not module.training:
+        return output
+    size = output.shape[0] // (num_heads + 1)
+    kept.of_heads = output[size:]
+    return output[:size]
