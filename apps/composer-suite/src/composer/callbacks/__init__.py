@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from composer.callbacks._stoppers import ThresholdStopper as ThresholdStopper
     from composer.callbacks.export_for_inference import ExportForInferenceCallback as ExportForInferenceCallback
     from composer.callbacks.generate import Generate as Generate
+    from composer.callbacks.gradient_noise_scale import GradientNoiseScale as GradientNoiseScale
     from composer.callbacks.hf_checkpointer import HuggingFaceCheckpointer as HuggingFaceCheckpointer
     from composer.callbacks.image_visualizer import ImageVisualizer as ImageVisualizer
     from composer.callbacks.mlperf import MLPerfCallback as MLPerfCallback
@@ -44,6 +45,7 @@ __all__ = [
     "ThresholdStopper",
     "ExportForInferenceCallback",
     "Generate",
+    "GradientNoiseScale",
     "HuggingFaceCheckpointer",
     "ImageVisualizer",
     "MLPerfCallback",
@@ -64,6 +66,7 @@ __getattr__, __dir__ = lazy_face(
         "composer.callbacks._stoppers": ["EarlyStopper", "ThresholdStopper"],
         "composer.callbacks.export_for_inference": ["ExportForInferenceCallback"],
         "composer.callbacks.generate": ["Generate"],
+        "composer.callbacks.gradient_noise_scale": ["GradientNoiseScale"],
         "composer.callbacks.hf_checkpointer": ["HuggingFaceCheckpointer"],
         "composer.callbacks.image_visualizer": ["ImageVisualizer"],
         "composer.callbacks.mlperf": ["MLPerfCallback"],
