@@ -5,8 +5,17 @@ import logging
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
+from composer import Trainer
+from composer.algorithms import SeqLengthWarmup
+from composer.loggers import InMemoryLogger
+from composer.models import ComposerGPT
 from composer.trainer import _strategies
+from composer_dist import dist
+from composer_dist.testing import run_ranks
+from composer_dist.wrapping import canonical_name
+from composer_models import GPTBlock
 
 BACKEND = "eager"  # what dynamo makes of the model is run as it is: no compiler of the machine's is needed
 
@@ -154,3 +163,91 @@ def test_gradients_in_a_cuda_graph_are_copied_before_the_next_replay(
     make_trainer(model=model, device_train_microbatch_size=1, max_duration="1ba").fit()
     assert (places[0] != places[1]) == overwrites
     assert places[1] == places[2] == places[3], "copied more than once"
+
+
+SIZES = {"d_model": 8, "n_heads": 2, "vocab_size": 32, "max_seq_len": 16}
+
+
+def train_gpt(n_layers=2, length=16, algorithms=(), **settings):
+    torch.manual_seed(0)
+    model = ComposerGPT({**SIZES, "n_layers": n_layers, "init_std": 0.2})
+    tokens = torch.randint(32, (8, length), generator=torch.Generator().manual_seed(0))
+    samples = [{"input_ids": one, "labels": one} for one in tokens]
+    trainer = Trainer(
+        model,
+        train_dataloader=DataLoader(samples, batch_size=2, sampler=dist.get_sampler(samples)),
+        optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
+        max_duration="2ep",
+        algorithms=algorithms,
+        progress_bar=False,
+        **settings,
+    )
+    trainer.fit()
+    return trainer
+
+
+def graphs_of(graphs):
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    return backend
+
+
+# PyTorch reads `.grad` of the inputs of a region.
+OF_DYNAMO = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+
+
+@OF_DYNAMO
+@pytest.mark.parametrize("regions", ["auto", [GPTBlock]])
+def test_blocks_of_one_class_share_a_graph_at_any_depth(regions):
+    for n_layers in (2, 5):
+        graphs = []
+        trainer = train_gpt(n_layers, compile_config={"regions": regions, "backend": graphs_of(graphs)})
+        assert len(graphs) == 1  # for all blocks and all batches
+        expected = train_gpt(n_layers).state.model.state_dict()
+        assert list(trainer.state.model.state_dict()) == list(expected)
+        torch.testing.assert_close(trainer.state.model.state_dict(), expected)
+        torch.compiler.reset()
+
+
+@OF_DYNAMO
+def test_recompilations_are_counted_and_logged_with_their_cause(caplog):
+    caplog.set_level(logging.WARNING, "composer.trainer.trainer")
+    logged = InMemoryLogger()
+    warmup = SeqLengthWarmup(duration=1.0, min_seq_length=4, max_seq_length=16, step_size=4)
+    config = {"regions": "auto", "backend": BACKEND}
+    train_gpt(algorithms=warmup, compile_config=config, loggers=logged)
+    (message,) = [record.getMessage() for record in caplog.records if "Recompilations" in record.getMessage()]
+    assert "size mismatch" in message
+    assert "'input_ids': (2, 4)" in message
+    assert "SeqLengthWarmup" in message
+    assert logged.get_timeseries("compile/recompilations")["compile/recompilations"].tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("regions", "message"),
+    [("blocks", "must be 'auto'"), ([torch.nn.Conv2d], r"no module of class Conv2d\. It has .*GPTBlock")],
+)
+def test_regions_that_are_not_in_the_model_are_refused(regions, message):
+    with pytest.raises(ValueError, match=message):
+        train_gpt(compile_config={"regions": regions, "backend": BACKEND})
+
+
+def test_without_repeated_blocks_the_whole_model_is_compiled(make_trainer, caplog):
+    graphs = []
+    train(make_trainer, compile_config={"regions": "auto", "backend": graphs_of(graphs)})
+    assert graphs
+    assert "finds no repeated blocks" in caplog.text
+
+
+def gpt_on_ranks():
+    settings = {"compile_config": {"regions": "auto", "backend": BACKEND}, "parallelism_config": {"fsdp": {}}}
+    sharded = train_gpt(**settings).state.model
+    whole = {canonical_name(name): each.full_tensor() for name, each in sharded.named_parameters()}
+    return whole, dict(train_gpt().state.model.module.named_parameters())
+
+
+def test_sharded_and_compiled_blocks_train_as_others_under_ddp(tmp_path):
+    for actual, expected in run_ranks(gpt_on_ranks, store=tmp_path / "store"):
+        torch.testing.assert_close(actual, expected)

@@ -55,6 +55,7 @@ from composer.trainer._fit_settings import (
 from composer.trainer._microbatching import HalveOnOom, Microbatching
 from composer.trainer._progress import Clock, Progress
 from composer.trainer._rank_sync import Ranks, broadcast_error
+from composer.trainer._regions import RecompilationMonitor, compile_model, split_config
 from composer.trainer._report import Report, TrainMetrics, log_run_facts
 from composer.trainer._scaler import ClosureGradScaler, ShardedGradScaler
 from composer.trainer._shutdown import Preemption, close_engine, postponed, take_signals
@@ -90,8 +91,10 @@ class ResolvedArguments:
     def __init__(self, arguments: TrainerArguments) -> None:
         attachments.set_log_level(arguments.python_log_level)
         check_kinds(arguments)
-        compilation = strategies.unwrap_compiled(arguments.compile_config, arguments.model)
-        given, self.compile_config, self.is_compiled = compilation
+        config, self.regions = arguments.compile_config, None
+        if config:
+            self.regions, config = split_config(config)
+        given, self.compile_config, self.is_compiled = strategies.unwrap_compiled(config, arguments.model)
         self.has_cuda_graphs = strategies.uses_cuda_graphs(self.compile_config, arguments.model)
         self.model = model = check_model(given)
         self.device = device = get_device(arguments.device)
@@ -303,7 +306,7 @@ class Runtime:
 
     def __init__(self, arguments: TrainerArguments, resolved: ResolvedArguments) -> None:
         self.saver = resolved.saver
-        self._compile_config = resolved.compile_config
+        self._compile_config, self._regions = resolved.compile_config, resolved.regions
         self._has_cuda_graphs = resolved.has_cuda_graphs
         self._recomputes = resolved.recomputes
         self._eval_settings = arguments.eval_interval, arguments.eval_subset_num_batches
@@ -368,12 +371,12 @@ class Runtime:
                 self._make_metrics(arguments, resolved)
             self._prepare_model()
         # Last: algorithms, the load and the strategy may still have replaced the model or its modules.
-        if self._compile_config is not None:  # in place, so that class, attributes and state dict keys do not change
+        if self._compile_config is not None:
             # Compiled code does not check that a module has no hooks: code of an earlier model of the same class would
             # run without the hooks of this one.
             if any(module._forward_hooks or module._forward_pre_hooks for module in state.model.modules()):  # pyright: ignore[reportPrivateUsage]
                 torch.compiler.reset()
-            state.model.compile(**self._compile_config)
+            compile_model(state.model, self._regions, self._compile_config)
         # Training must not depend on how many random numbers algorithms have drawn so far.
         strategies.seed_rank(state.rank_zero_seed, self.strategy)
 
@@ -387,7 +390,8 @@ class Runtime:
         self.model = model
         model.logger = self.logger
         self._train_metrics = TrainMetrics(self.state, model)
-        self._report = Report(self.state, self.logger, self._train_metrics, self.ranks)
+        recompilations = None if self._compile_config is None else RecompilationMonitor()
+        self._report = Report(self.state, self.logger, self._train_metrics, self.ranks, recompilations)
 
     def _make_metrics(self, arguments: TrainerArguments, resolved: ResolvedArguments) -> None:
         state = self.state

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from composer.loggers._text_output import is_progress_bar
 from composer.trainer._arguments import user_stacklevel
 from composer.trainer._microbatching import Microbatching
 from composer.trainer._rank_sync import Ranks, agreed_facts, compare
@@ -88,8 +89,8 @@ def _refuse_settings(arguments: TrainerArguments, resolved: ResolvedArguments) -
     if (is_sharded or is_deepspeed) and (sync is not None or hook is not None):
         owner, which = ("parallelism_config", "FSDP") if is_sharded else ("deepspeed_config", "DeepSpeed's engine")
         raise ValueError(
-            f"ddp_sync_strategy={sync!r} and ddp_comm_hook={hook!r} do not go with {owner}: {which} synchronizes the "
-            "gradients itself. Leave out what you do not need."
+            f"ddp_sync_strategy={sync!r} and ddp_comm_hook={hook!r} cannot be combined with {owner}: {which} "
+            "synchronizes the gradients itself. Leave out what you do not need."
         )
     creates_graph = next((each for each in resolved.algorithms if each.backwards_create_graph), None)
     if creates_graph is not None and (is_sharded or (get_world_size() > 1 and not is_deepspeed)):
@@ -117,15 +118,16 @@ def refuse_unrepeatable(microbatching: Microbatching, strategy: Strategy, *, is_
         return
     if isinstance(strategy, DDP) and strategy.comm_hook is not None:
         raise ValueError(
-            f"device_train_microbatch_size='auto' does not go with ddp_comm_hook={strategy.comm_hook!r}: gradients are "
-            "averaged after the backward pass, without the hook. Leave the hook out, or give the size as a number."
+            f"device_train_microbatch_size='auto' cannot be combined with ddp_comm_hook={strategy.comm_hook!r}: "
+            "gradients are averaged after the backward pass, without the hook. Leave the hook out, or give the size "
+            "as a number."
         )
     if fsdp := as_fsdp(strategy):
         fsdp.check_repeatable()
     if is_deepspeed:
         raise ValueError(
-            "device_train_microbatch_size='auto' does not go with deepspeed_config: DeepSpeed's engine cannot repeat "
-            "a step. Give the size as a number."
+            "device_train_microbatch_size='auto' cannot be combined with deepspeed_config: DeepSpeed's engine cannot "
+            "repeat a step. Give the size as a number."
         )
 
 
@@ -225,7 +227,7 @@ def _refuse_methods(config: Mapping[str, Any], algorithms: Iterable[Algorithm]) 
         else:
             continue
         raise ValueError(
-            f"{type(algorithm).__name__} does not go with deepspeed_config['zero_optimization']['stage']=3: it "
+            f"{type(algorithm).__name__} cannot be combined with deepspeed_config['zero_optimization']['stage']=3: it "
             f"{because}. Use stage 2, train with parallelism_config={{'fsdp': {{}}}} instead of DeepSpeed, or leave "
             "the algorithm out."
         )
@@ -244,8 +246,8 @@ def refuse_second_average(optimizers: Sequence[Optimizer], algorithms: Iterable[
     for algorithm in algorithms:
         if isinstance(algorithm, EMA | SWA):
             raise ValueError(
-                f"{type(algorithm).__name__} does not go with {names[0]}: both exchange the weights of the model for "
-                f"an average, and neither accounts for the other. Leave {type(algorithm).__name__} out."
+                f"{type(algorithm).__name__} cannot be combined with {names[0]}: both exchange the weights of the "
+                f"model for an average, and neither accounts for the other. Leave {type(algorithm).__name__} out."
             )
 
 
@@ -253,13 +255,14 @@ def _refuse_optimizers(optimizers: Sequence[Optimizer]) -> None:
     """Reject several optimizers, and those that exchange the model's weights, of which DeepSpeed keeps flat copies."""
     if len(optimizers) != 1:
         raise ValueError(
-            f"optimizers={[type(each).__name__ for each in optimizers]} do not go with deepspeed_config: DeepSpeed's "
-            "engine steps exactly one. Give one optimizer with several parameter groups, or train with DDP or FSDP."
+            f"optimizers={[type(each).__name__ for each in optimizers]} cannot be combined with deepspeed_config: "
+            "DeepSpeed's engine steps exactly one. Give one optimizer with several parameter groups, or train with "
+            "DDP or FSDP."
         )
     if hasattr(optimizers[0], "train"):
         raise ValueError(
-            f"{type(optimizers[0]).__name__} does not go with deepspeed_config: its train() and eval() exchange the "
-            "weights of the model, of which DeepSpeed's engine keeps copies. Train with DDP or FSDP."
+            f"{type(optimizers[0]).__name__} cannot be combined with deepspeed_config: its train() and eval() exchange "
+            "the weights of the model, of which DeepSpeed's engine keeps copies. Train with DDP or FSDP."
         )
 
 
@@ -324,14 +327,18 @@ def begin_fit(state: State, ranks: Ranks, data_spec: DataSpec, strategy: Strateg
     # An `eval_interval` that is a function may read the clock, on which the ranks must then agree.
     lengths = [getattr(evaluator.eval_interval, "interval", None) for evaluator in state.evaluators]
     follows_clock = any(length is None or length.unit is TimeUnit.SECOND for length in lengths)
-    listens = bool(state.callbacks) or follows_clock
     # Loggers and algorithms of ours neither stop the training nor act by the clock.
     others = [type(each).__module__ for each in (*state.callbacks, *state.algorithms)]
     may_stop = follows_clock or not all(
         name.startswith(("composer.loggers.", "composer_algorithms.")) for name in others
     )
     # Each fact that holds on no rank saves a collective per batch.
-    ranks.begin(data_spec, listens=listens, may_stop=may_stop)
+    ranks.begin(
+        data_spec,
+        listens=bool(state.callbacks) or follows_clock,
+        reads_each_batch=may_stop or not all(map(is_progress_bar, state.callbacks)),
+        may_stop=may_stop,
+    )
 
 
 # Arguments that must be the same on all ranks, as they were passed.
