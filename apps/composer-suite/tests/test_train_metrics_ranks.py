@@ -1,6 +1,8 @@
 """Metrics of training over several ranks have the values that torchmetrics computes by itself, to the last bit."""
 
 import copy
+import io
+import re
 from typing import ClassVar
 
 import pytest
@@ -13,6 +15,7 @@ from torchmetrics.classification import MulticlassConfusionMatrix, MulticlassF1S
 from composer import Callback, Trainer
 from composer.loggers import InMemoryLogger
 from composer.models import ComposerModel
+from composer.trainer import _report
 from composer.utils import dist
 from composer_dist import RankDisagreementError
 from composer_dist.testing import run_ranks
@@ -177,15 +180,50 @@ def train():
     ) as trainer:
         trainer.fit()
     logged = {name: [value for _, value in log.data[f"metrics/train/{name}"]] for name in NUMBERS}
-    return compare.expected, logged, compare.alone
+    return compare.expected, logged, compare.alone, show_with_and_without_a_reader(loader)
+
+
+def show(loader, callbacks, duration):
+    """Return the results at the end, what the progress bar wrote, and the number of exchanges."""
+    torch.manual_seed(1)
+    model, console, exchanges = Model(), io.StringIO(), []
+    start = _report.SharedResults
+    _report.SharedResults = lambda *arguments: exchanges.append(1) or start(*arguments)
+    with Trainer(
+        model=model,
+        train_dataloader=loader,
+        max_duration=duration,
+        optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
+        callbacks=callbacks,
+        device="cpu",
+        console_stream=console,
+    ) as trainer:
+        trainer.fit()
+        results = {**trainer.state.total_loss_dict, **trainer.state.train_metric_values}
+    _report.SharedResults = start
+    lines = [re.sub(r"\[.*?\]| in .*", "", line) for line in console.getvalue().splitlines() if "loss" in line]
+    return {name: value.tolist() for name, value in results.items()}, lines, len(exchanges)
+
+
+def show_with_and_without_a_reader(loader):
+    """Train with a listener, which may read the results of each batch, and with the progress bar alone."""
+    _report._MOST_LATE_S = 1e9  # or the intervals would depend on how fast batches are
+    return [
+        [show(loader, callbacks, duration) for callbacks in (Callback(), [])]
+        for duration in ("2ep", f"{NUM_BATCHES + 2}ba")
+    ]
 
 
 def test_metrics_over_ranks_are_those_of_torchmetrics(tmp_path):
     results = run_ranks(train, store=tmp_path / "store", world_size=NUM_RANKS, timeout_s=60)
-    for expected, logged, alone in results:
+    for expected, logged, alone, shown in results:
         for name, values in logged.items():
             assert values[:NUM_BATCHES] == [of_batch[name] for of_batch in expected]
         assert alone in ([], [of_batch["sum"] for of_batch in expected])
+        # Only for the bar, the ranks exchange those of the batches 1, 3, 4 (which ends the epoch), 6 and 8.
+        for (read, unread), num_batches, num_exchanges in zip(shown, (8, 6), (5, 4), strict=True):
+            assert read[:2] == unread[:2]
+            assert (read[2], unread[2]) == (num_batches, num_exchanges)
 
 
 class UpdatesLater(Callback):

@@ -490,6 +490,14 @@ class ProgressBarLogger(TextLogger):
                 stream.flush()
 
 
+def is_progress_bar(callback: object) -> bool:
+    """Return whether a callback is a progress bar that shows the latest results now and then, at no given batch."""
+    if type(callback) is not ProgressBarLogger or "log_metrics" in vars(callback):
+        return False
+    interval = callback._interval
+    return interval is None or interval.unit is TimeUnit.EPOCH
+
+
 class _Bar:
     """A tqdm bar that follows a counter of a timestamp, or lines of text where no bar can be drawn."""
 

@@ -79,8 +79,9 @@ class Microbatching:
             parallel: Any = getattr(holder, "seq_parallel_world_size", 1)
             if parallel != 1:
                 raise ValueError(
-                    "device_train_microbatch_size='auto' does not go with the dataloader's seq_parallel_world_size="
-                    f"{parallel!r}, where each sample is spread over ranks. Give the microbatch size as a number."
+                    "device_train_microbatch_size='auto' cannot be combined with the dataloader's "
+                    f"seq_parallel_world_size={parallel!r}, where each sample is spread over ranks. Give the "
+                    "microbatch size as a number."
                 )
         return size
 
@@ -154,7 +155,7 @@ def _check_grad_accum(count: Any) -> None:
     newer = "'auto'" if count == _AUTO else f"the batch size of a rank divided by {count}"
     warnings.warn(
         f"grad_accum={count!r} is an older spelling. Write device_train_microbatch_size=..., here {newer}. A "
-        "DataSpec's split_batch gets a number of samples, not of microbatches. It goes with release 1.0.",
+        "DataSpec's split_batch gets a number of samples, not of microbatches. It will be removed in release 1.0.",
         DeprecationWarning,
         stacklevel=user_stacklevel(),
     )

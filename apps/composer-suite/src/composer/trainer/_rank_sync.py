@@ -39,7 +39,8 @@ class Ranks:
     Attributes:
         same_num_batches: Whether every rank has the same number of batches.
         same_batch_size: Whether, in addition, every rank has the same number of samples in each batch.
-        listen: Whether any rank has a listener that reads the losses or metrics of each batch.
+        listen: Whether any rank has a listener that reads the losses or metrics of batches.
+        reads_each_batch: Whether any rank has a listener that must not miss those of a batch.
         shares_results: Whether, in addition, there are several ranks.
         may_stop: Whether there are several ranks, and any has a listener that can stop the training, such as an
             algorithm, or that reads the clock.
@@ -53,7 +54,7 @@ class Ranks:
         self._is_alone = get_world_size() == 1  # the strategy's `world_size` is also 1 if all ranks share one batch
         self.same_num_batches = True
         self.same_batch_size = True
-        self.listen = True
+        self.listen = self.reads_each_batch = True
         self.shares_results = False
         self.may_stop = False
         self.losses = LossMeans(strategy)
@@ -62,7 +63,9 @@ class Ranks:
         self._total: Callable[[], Sequence[float]] | None = None
         self._of_batch: tuple[float, int, Callable[[], float]] = (0, 0, float)
 
-    def begin(self, data_spec: DataSpec, *, listens: bool = False, may_stop: bool = False) -> None:
+    def begin(
+        self, data_spec: DataSpec, *, listens: bool = False, reads_each_batch: bool = True, may_stop: bool = False
+    ) -> None:
         """Compare the dataloaders before they are read. Every rank must call this."""
         self._count_tokens = None
         self.flags = ()
@@ -74,6 +77,7 @@ class Ranks:
             "same_num_batches": same_num_batches,
             "same_batch_size": collates and data_spec.counts_by_default,
             "listen": listens,
+            "reads_each_batch": reads_each_batch,
             "may_stop": may_stop,
         }
         num_ranks = dict(
@@ -82,6 +86,7 @@ class Ranks:
         self.same_num_batches = self.world_size in (1, num_ranks["same_num_batches"])
         self.same_batch_size = self.world_size in (1, num_ranks["same_batch_size"])
         self.listen = num_ranks["listen"] > 0
+        self.reads_each_batch = num_ranks["reads_each_batch"] > 0
         self.shares_results = self.listen and not self._is_alone
         self.may_stop = num_ranks["may_stop"] > 0 and not self._is_alone
 

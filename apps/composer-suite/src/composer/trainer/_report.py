@@ -2,6 +2,7 @@
 
 import functools
 import os
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import torch
 
 from composer.trainer import _error_context as error_context
 from composer.trainer._rank_sync import BatchLosses, Ranks
+from composer.trainer._regions import RecompilationMonitor
 from composer.trainer._shared_results import SharedMetrics, SharedResults, compute_over_ranks
 from composer_dist import get_local_world_size, get_world_size
 from composer_events.logger import Logger, log_lazily
@@ -21,6 +23,8 @@ from composer_models import ComposerModel, model_eval_mode
 from composer_time import Timestamp
 
 _NO_METRICS: Mapping[str, Any] = {}
+_MOST_LATE_S = 0.1  # by which the progress bar, drawn every 0.5 s, may be late
+_LONGEST_INTERVAL = 16  # of exchanges, in batches, in case that batches become slower
 
 
 class TrainMetrics:
@@ -98,11 +102,17 @@ class Report:
     _logger: Logger
     _metrics: TrainMetrics
     _ranks: Ranks
+    _recompilations: RecompilationMonitor | None = None
     _latest: SharedResults | None = None
+    _unsent: BatchLosses | None = None  # of the latest batch, if its results were not exchanged
+    _num_batches: int = 0  # since the latest exchange
+    _exchanged_s: float = 0.0
 
     def algorithms(self) -> None:
         names = {f"enabled_algorithms/{type(algorithm).__name__}": True for algorithm in self._state.algorithms}
         self._logger.log_hyperparameters(names)
+        if self._recompilations is not None:
+            self._recompilations.begin()
 
     def epoch(self) -> None:
         self._logger.log_metrics({"time/epoch": self._state.timestamp.num_epochs})
@@ -114,6 +124,7 @@ class Report:
 
     def epoch_and_time(self) -> None:
         """Log the end of training, and compute the metrics of the latest batch if they have not been computed yet."""
+        self._exchange_rest()
         if self._latest is None and not self._ranks.listen:
             self._metrics.compute()
         if self._state.pending_results is not None:
@@ -126,10 +137,13 @@ class Report:
     def batch(self, losses: BatchLosses) -> None:
         """Log the losses and metrics of a batch, as tensors on the device.
 
-        The ranks exchange them if any has a destination or a listener. Only destinations that read a number wait for
-        the device or for other ranks.
+        The ranks exchange them if any has a destination or a listener; if that is only the progress bar, they exchange
+        those of some batches, and the last ones of an epoch. Only destinations that read a number wait for the device
+        or for other ranks.
         """
         state, logger = self._state, self._logger
+        if self._recompilations is not None:
+            self._recompilations.look(state, logger)
         if logger.destinations:
             log_lazily(state, logger, _cut, state.device_train_microbatch_size, state.grad_accum)
         if not self._ranks.shares_results:
@@ -138,19 +152,45 @@ class Report:
                 log_lazily(state, logger, _means, losses, replaces=losses.names)
             self.metrics()
             return
-        before = self._latest
-        if before is not None:
-            before.finish()  # on every rank, now that it costs no wait
-        self._latest = SharedResults(state, self._ranks.losses, self._metrics.shared(), losses)
+        self._num_batches += 1
+        if self._latest is not None:
+            self._latest.finish()  # on every rank, now that it costs no wait
+            if self._num_batches < self._latest.interval and not self._ranks.reads_each_batch:
+                self._unsent = losses
+                return
+        self._exchange(losses)
+        if logger.destinations:
+            self.metrics()
+
+    def _exchange(self, losses: BatchLosses) -> None:
+        before, state = self._latest, self._state
+        interval = None if self._ranks.reads_each_batch else self._next_interval()
+        self._latest = SharedResults(state, self._ranks.losses, self._metrics.shared(), losses, interval)
         if before is not None and not self._latest.has_all_metrics:
             before.read()  # the state keeps the latest value of each metric
         state.pending_results = self._latest.read
-        if logger.destinations:
-            log_lazily(state, logger, self._latest.losses_to_log, replaces=losses.names)
-            self.metrics()
+        self._unsent, self._num_batches = None, 0
+        if self._logger.destinations:
+            log_lazily(state, self._logger, self._latest.losses_to_log, replaces=losses.names)
+
+    def _exchange_rest(self) -> None:
+        """Exchange the results of the latest batch, which are about to be shown. Every rank must call this."""
+        if self._unsent is not None:
+            self._exchange(self._unsent)
+
+    def _next_interval(self) -> int:
+        """Return the number of batches until the next exchange, which is at most twice that since the last one."""
+        metrics = self._state.train_metrics or _NO_METRICS
+        if not all(getattr(metric, "update_called", True) for metric in metrics.values()):
+            return 1  # a metric that is seldom updated must not miss one
+        now_s = time.perf_counter()
+        seconds, self._exchanged_s = now_s - self._exchanged_s, now_s
+        in_time = int(_MOST_LATE_S / seconds * self._num_batches) if seconds > 0 else 1
+        return max(1, min(in_time, 2 * self._num_batches, _LONGEST_INTERVAL))
 
     def metrics(self) -> None:
         """Log the metrics of the latest batch, at its end and again at that of the epoch."""
+        self._exchange_rest()
         destinations = self._logger.destinations
         if self._latest is not None:
             if destinations:

@@ -192,12 +192,31 @@ def _frozen(value: Any) -> Any:
 class SharedResults:
     """Losses and metrics of a batch over all ranks, by one collective that runs beside the next step.
 
-    Every rank must create one for each batch, after reading that of the batch before. A rank that needs the results
-    earlier waits for them alone.
+    Every rank must create one, after finishing the one before. A rank that needs the results earlier waits for them
+    alone.
+
+    Args:
+        state: The training state, on which the results are stored.
+        means: The losses' averages over the ranks.
+        metrics: The metrics of training.
+        losses: The losses of this rank.
+        next_interval: This rank's choice for `interval`; `None`, on all ranks alike, for 1.
+
+    Attributes:
+        interval: After how many batches the ranks should exchange the next results, the smallest choice of all ranks.
+            It is known after `finish`.
     """
 
-    def __init__(self, state: State, means: LossMeans, metrics: SharedMetrics, losses: BatchLosses) -> None:
+    def __init__(
+        self,
+        state: State,
+        means: LossMeans,
+        metrics: SharedMetrics,
+        losses: BatchLosses,
+        next_interval: int | None = None,
+    ) -> None:
         self._state, self._means, self._metrics, self._own_losses = state, means, metrics, losses
+        self.interval = 1
         own = means.begin(losses)
         self._num_of_losses = len(own)
         together = metrics.together
@@ -208,7 +227,11 @@ class SharedResults:
         for metric, place, is_changed in zip(together.values(), self._places.values(), has_changed, strict=True):
             if is_changed:
                 sent[place] = metric._defaults.values()  # of the size that the other ranks expect
-        self._gathered = start_gather([*own, *sent, torch.tensor(has_changed)] if together else own)
+        facts = [torch.tensor(has_changed)] if together else []
+        self._has_interval = next_interval is not None
+        if next_interval is not None:
+            facts.append(torch.tensor([next_interval], dtype=torch.uint8))
+        self._gathered = start_gather([*own, *sent, *facts])
         for name, metric in together.items():
             get_states = functools.partial(
                 self._states_if_current, name, metric.update_count, states[self._places[name]]
@@ -239,6 +262,9 @@ class SharedResults:
             if self._compute_losses is not None:
                 return
             gathered = self._gathered()
+            if self._has_interval:
+                *gathered, intervals = gathered
+                self.interval = int(intervals.min())
             self._compute_losses = self._means.end(self._own_losses, gathered[: self._num_of_losses])
             if not self._places:
                 return
