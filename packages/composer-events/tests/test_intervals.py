@@ -11,13 +11,14 @@ from composer_time import Time, TimeUnit
 BATCH_SIZE = 2
 
 
-def events_of_training(max_duration, iteration_length=None, num_batches=5):
+def events_of_training(max_duration, iteration_length=None, num_batches=5, has_length=True):
     """Advance a state as a training loop does over ten samples in batches of two, and yield each event."""
-    state = State(model=None, rank_zero_seed=0, max_duration=max_duration, dataloader=range(num_batches))
+    batches = range(num_batches) if has_length else iter(range(num_batches))
+    state = State(model=None, rank_zero_seed=0, max_duration=max_duration, dataloader=batches)
     state.iteration_length = iteration_length
     while state.timestamp < state.max_duration:
         finished_early = False
-        for _ in state.dataloader:
+        for _ in range(num_batches):
             state.previous_timestamp = state.timestamp
             state.timestamp = state.timestamp.to_next_batch(samples=BATCH_SIZE)
             yield state, Event.BATCH_END
@@ -189,3 +190,11 @@ def test_seconds_are_an_interval_too():
         if is_due(state, Event.BATCH_CHECKPOINT):
             due.append(state.timestamp.get(TimeUnit.BATCH).value)
     assert due == [3, 6]  # 2.25 s and 4.5 s
+
+
+@pytest.mark.parametrize(("max_duration", "batches"), [("2ep", 10), ("7ba", 7), ("14sp", 7)])
+def test_all_of_training_needs_no_length(max_duration, batches):
+    (evaluated,) = due_events(evaluate_periodically("1dur"), max_duration, has_length=False)
+    (saved,) = due_events(create_interval_scheduler("1dur"), max_duration, has_length=False)
+    assert evaluated == (batches, Event.FIT_END if max_duration == "2ep" else Event.BATCH_END)
+    assert saved == (batches, Event.EPOCH_CHECKPOINT if max_duration == "2ep" else Event.BATCH_CHECKPOINT)

@@ -179,7 +179,8 @@ def _renamed_transforms(old: Callable[[Any], Any], new: Callable[[Any], Any] | N
             f"microbatch_transforms."
         )
     warnings.warn(
-        "DataSpec(device_transforms=...) is now microbatch_transforms=...; the old name goes with release 1.0.",
+        "DataSpec(device_transforms=...) is now microbatch_transforms=...; the old name will be removed in release "
+        "1.0.",
         DeprecationWarning,
         stacklevel=3,
     )

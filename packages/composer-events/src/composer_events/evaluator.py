@@ -141,7 +141,7 @@ def _check_metric_names(metric_names: object) -> None:
 def _own_metrics(metrics: Any) -> dict[str, Any]:
     warnings.warn(
         "Evaluator(metrics=...) is now metric_names=[...] with the metrics in the model's get_metrics(); the old form "
-        "goes with release 1.0.",
+        "will be removed in release 1.0.",
         DeprecationWarning,
         stacklevel=3,
     )
@@ -160,8 +160,8 @@ def _microbatch_size(size: int | str | float | None, data_spec: DataSpec) -> int
             parallel: object = getattr(holder, "seq_parallel_world_size", 1)
             if parallel != 1:
                 raise ValueError(
-                    f"device_eval_microbatch_size='auto' does not go with seq_parallel_world_size={parallel!r} of the "
-                    f"dataloader, where each sample is spread over ranks. Give the microbatch size as a number."
+                    f"device_eval_microbatch_size='auto' cannot be combined with seq_parallel_world_size={parallel!r} "
+                    "of the dataloader, where each sample is spread over ranks. Give the microbatch size as a number."
                 )
         warnings.warn(
             "device_eval_microbatch_size='auto' may run into CUDA errors that cannot be distinguished from a lack of "
