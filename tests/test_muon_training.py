@@ -92,7 +92,14 @@ def train(**settings):
 
 FEATURES = {
     "plain": {},
-    "normuon": {"options": {"normuon_beta2": 0.95, "cautious": True, "ns_coefficients": "polar_express"}},
+    "normuon": {
+        "options": {
+            "normuon_beta2": 0.95,
+            "cautious": True,
+            "cautious_updates": True,
+            "ns_coefficients": "polar_express",
+        }
+    },
     "clipping": {"algorithms": lambda: algorithms.GradientClipping("norm", 0.1)},
     "agc": {"algorithms": lambda: algorithms.GradientClipping("adaptive", 0.1)},
     "skip": {"on_divergence": "skip"},

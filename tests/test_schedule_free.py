@@ -211,9 +211,9 @@ def test_a_step_by_hand_in_the_other_mode_is_the_optimizers_own_error():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"algorithms": EMA()}, "EMA does not go with AdamWScheduleFree: both exchange the weights"),
-        ({"algorithms": SWA()}, "SWA does not go with AdamWScheduleFree: both exchange the weights"),
-        ({"deepspeed_config": {}}, "AdamWScheduleFree does not go with deepspeed_config"),
+        ({"algorithms": EMA()}, "EMA cannot be combined with AdamWScheduleFree: both exchange the weights"),
+        ({"algorithms": SWA()}, "SWA cannot be combined with AdamWScheduleFree: both exchange the weights"),
+        ({"deepspeed_config": {}}, "AdamWScheduleFree cannot be combined with deepspeed_config"),
     ],
     ids=["EMA", "SWA", "DeepSpeed"],
 )

@@ -155,6 +155,7 @@ def test_parameters_without_modules_are_divided_by_their_dims_with_a_warning():
         (lambda m: Muon(m, dtype=torch.int64), "dtype='int64' must be a floating point dtype"),
         (lambda m: Muon(m, betas=(0.9, 1.0)), r"betas\[1\]=1.0 must be"),
         (lambda m: Muon(m, cautious="no"), "cautious='no' is neither True nor False"),
+        (lambda m: Muon(m, cautious_updates=1), "cautious_updates=1 is neither True nor False"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Muon got parameters", "ignore:Lazy modules")
@@ -280,16 +281,21 @@ def _reference_step(param, state, step, *, role, lr, options):
             update = update * math.sqrt(min(update.shape)) / update.norm()
         update = 0.2 * math.sqrt(max(update.shape)) * update.reshape(weight.shape)
     kept = weight * update >= 0 if options["cautious"] else torch.ones_like(weight)
+    if role == "muon" and options["cautious_updates"]:
+        agrees = update * grad > 0
+        update = update * agrees * agrees.numel() / (agrees.sum() + 1)
     return weight - lr * 0.1 * weight * kept - lr * update
 
 
 @pytest.mark.parametrize(
-    ("nesterov", "normuon_beta2", "cautious"), [*itertools.product([True, False], [None, 0.95], [True, False])]
+    ("nesterov", "normuon_beta2", "cautious", "cautious_updates"),
+    [*itertools.product([True, False], [None, 0.95], [True, False], [True, False])],
 )
-def test_variants_match_their_formulas(nesterov, normuon_beta2, cautious):
+def test_variants_match_their_formulas(nesterov, normuon_beta2, cautious, cautious_updates):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Conv1d(4, 3, 2), nn.Linear(4, 4), nn.Linear(4, 2))
     options = {"nesterov": nesterov, "normuon_beta2": normuon_beta2, "cautious": cautious}
+    options["cautious_updates"] = cautious_updates
     optimizer = Muon(model, lr=0.05, adamw_lr=0.01, **options)
     role_of, states = roles(optimizer), {name: {} for name, _ in model.named_parameters()}
     for step in range(1, 4):

@@ -23,7 +23,7 @@ TOLERANCE = STEPS * 0.2 * LR * 3.4445**5 * torch.finfo(torch.float32).eps
 
 OPTIONS = {
     "plain": {},
-    "normuon": {"normuon_beta2": 0.95, "cautious": True, "ns_coefficients": "polar_express"},
+    "normuon": {"normuon_beta2": 0.95, "cautious": True, "cautious_updates": True, "ns_coefficients": "polar_express"},
 }
 
 

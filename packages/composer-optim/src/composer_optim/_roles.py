@@ -68,7 +68,7 @@ def check_params(params: Iterable[Tensor], names: Sequence[str] | None, role: st
             raise ValueError(f"{name} is complex, which Muon does not support. Give it to torch.optim.AdamW.")
         if is_by_hand and role == MUON and param.ndim < 2:
             raise ValueError(
-                f"role='muon' does not go with {name} of shape {tuple(param.shape)}: only tensors with two or more "
+                f"role='muon' cannot be used for {name} of shape {tuple(param.shape)}: only tensors with two or more "
                 "dims can be orthogonalized. Use role='adamw' for it."
             )
 

@@ -61,6 +61,8 @@ class Muon(Optimizer):
         betas: Decay rates of AdamW.
         eps: Added to the denominator of AdamW.
         cautious: Whether only weights that the update makes smaller decay (cautious weight decay).
+        cautious_updates: Whether elements of the update of a matrix with `n` elements that increase the loss to first
+            order become 0, and the `k` others are multiplied by `n / (k + 1)` (cautious optimizers).
         dtype: Dtype of the iteration. By default float32 on CPUs (float64 for such weights) and bfloat16 on others.
         divide: Whether the ranks of the default process group share the work on matrices that are not sharded, which
             must be the same on all of them, as with DDP. Otherwise each rank orthogonalizes all.
@@ -80,8 +82,8 @@ class Muon(Optimizer):
     Reference:
         Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024. Amsel et al., "The Polar
         Express", arXiv:2505.16932. Liu et al., "Muon is Scalable for LLM Training", arXiv:2502.16982. Li et al.,
-        "NorMuon", arXiv:2510.05491. Chen et al., "Cautious Weight Decay", arXiv:2510.12402. Jordan, "94% on CIFAR-10 in
-        3.29 Seconds on a Single GPU", arXiv:2404.00498.
+        "NorMuon", arXiv:2510.05491. Chen et al., "Cautious Weight Decay", arXiv:2510.12402. Liang et al., "Cautious
+        Optimizers", arXiv:2411.16085. Jordan, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU", arXiv:2404.00498.
     """
 
     uses_matrix_shapes: ClassVar[bool] = True
@@ -103,6 +105,7 @@ class Muon(Optimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         cautious: bool = False,
+        cautious_updates: bool = False,
         dtype: torch.dtype | str | None = None,
         divide: bool = False,
         groups: Sequence[Mapping[str, Any]] | None = None,
@@ -124,6 +127,7 @@ class Muon(Optimizer):
             "betas": betas,
             "eps": eps,
             "cautious": cautious,
+            "cautious_updates": cautious_updates,
             "dtype": str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype,
             "divide": divide,
         }
@@ -261,6 +265,8 @@ class Muon(Optimizer):
             _decay_cautiously(weights, updates, lr * group["weight_decay"])
         elif group["weight_decay"]:
             torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])  # pyright: ignore[reportPrivateImportUsage]
+        if group["cautious_updates"]:
+            updates = _cautious(params, updates, gradients)
         if updates[0].dtype != weights[0].dtype:  # a sum of two dtypes takes a kernel for each matrix
             converted = [torch.empty_like(weight) for weight in weights]
             torch._foreach_copy_(converted, updates)  # pyright: ignore[reportPrivateImportUsage]
@@ -401,6 +407,19 @@ def _decay_cautiously(weights: list[Tensor], updates: list[Tensor], rate: float)
         weight.sub_(weight * (weight * update >= 0), alpha=rate)
 
 
+def _cautious(params: list[Tensor], updates: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
+    """Keep the elements of the updates that have the signs of the gradients, and scale them by their number."""
+    agree = [update * gradient > 0 for update, gradient in zip(updates, gradients, strict=True)]
+    counts = torch.stack([each.sum() for each in agree])
+    first: Any = params[0]  # the others are sharded alike
+    if is_dtensor(first):
+        for dim, placement in enumerate(first.placements):
+            if not placement.is_replicate():  # also strided shards
+                tdist.all_reduce(counts, group=first.device_mesh.get_group(dim))
+    scales = [param.numel() / (count + 1) for param, count in zip(params, counts, strict=True)]
+    return [update * each * scale for update, each, scale in zip(updates, agree, scales, strict=True)]
+
+
 def _normalize_rows(batch: Tensor, chosen: list[int], moments: list[Tensor], beta2: float) -> Tensor:
     """Divide each row by the root of the running mean of its squares, keeping the norm of an orthogonal matrix."""
     (rows, columns), dtype = batch.shape[1:], batch.dtype
@@ -421,7 +440,7 @@ def _check_options(group: dict[str, Any]) -> None:
     for name, value in (("momentum", group["momentum"]), ("normuon_beta2", beta2)):
         if value is not None and not 0 <= as_finite(name, value) < 1:
             raise ValueError(f"{name}={value!r} must be 0 or more and less than 1.")
-    for name in ("nesterov", "cautious", "divide"):
+    for name in ("nesterov", "cautious", "cautious_updates", "divide"):
         check_flag(name, group[name])
     steps = group["ns_steps"]
     if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps < 100:
