@@ -73,10 +73,13 @@ def test_a_checkpoint_comes_back_from_a_folder_with_its_names_and_ties(name, mak
 def test_methods_that_a_folder_does_not_contain_are_reported(make_model, checkpoint_of, ckpt, tmp_path):
     content = checkpoint_of(make_model("gpt2"))
     content["state"]["algorithms"] = [("LogitSoftcap", {"repr": "LogitSoftcap(cap=30.0)"}), ("EMA", {})]
+    content["state"]["model"]["multi_token_heads.0.linear.bias"] = torch.zeros(4)  # of MultiTokenPrediction
     save_file(content, tmp_path / "ep1.pt")
     code, plan = ckpt("convert", tmp_path / "ep1.pt", tmp_path / "out")
     assert code == 0
     assert [note for note in plan["warnings"] if "trained with LogitSoftcap, which" in note]
+    make_model("gpt2").save_pretrained(tmp_path / "plain")
+    same(on_disk(tmp_path / "plain"), on_disk(tmp_path / "out"))
 
 
 @pytest.mark.slow

@@ -243,7 +243,7 @@ def test_of_a_tensor_in_two_files_that_is_taken_which_the_index_names(ending, he
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64, torch.bfloat16])
 def test_the_average_of_one_checkpoint_is_that_checkpoint(dtype, here, run):
     save_file({"w": torch.tensor([0.5, -2.0, 0.0]).to(dtype)}, "a.pt")
-    assert run("merge", "a.pt", "a.pt", "out.pt")[0] == 0
+    assert run("average", "a.pt", "a.pt", "out.pt")[0] == 0
     assert run("diff", "a.pt", "out.pt")[0] == 0
 
 

@@ -123,9 +123,11 @@ class _Command(argparse.ArgumentParser):
             self._is_mixing = False
 
 
-def _command(commands: Any, name: str, module: str, function: str, text: str) -> argparse.ArgumentParser:
+def _command(
+    commands: Any, name: str, module: str, function: str, text: str, aliases: Sequence[str] = ()
+) -> argparse.ArgumentParser:
     command: argparse.ArgumentParser = commands.add_parser(
-        name, help=text, description=text[0].upper() + text[1:] + ".", epilog=_EPILOG,
+        name, aliases=aliases, help=text, description=text[0].upper() + text[1:] + ".", epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     command.set_defaults(module=f"composer_ckpt.{module}", function=function)
@@ -207,7 +209,8 @@ def _add_conversion(command: argparse.ArgumentParser) -> None:
 
 
 def _add_merge(commands: Any) -> None:
-    command = _command(commands, "merge", "convert", "merge", "average the weights of several checkpoints of one model")
+    text = "average the weights of several checkpoints of one model"
+    command = _command(commands, "merge", "convert", "merge", text, aliases=["average"])
     add = command.add_argument
     add("sources", metavar="SRC", nargs="+", help="checkpoints of one model; the first one describes it")
     add("target", metavar="DST", help="the folder or file to write")

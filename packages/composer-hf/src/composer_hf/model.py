@@ -178,8 +178,10 @@ class HuggingFaceModel(ComposerModel):
             )
         names = self.model_forward_args | self.extra_forward_args
         arguments = {name: value for name, value in batch.items() if name in names}
-        if self.model.training and "use_cache" in names and arguments.get("past_key_values") is None:
-            # A generation cache only costs memory in training, and activation checkpointing would fill it twice.
+        is_whole = self.model.training or "position_ids" in arguments
+        if is_whole and "use_cache" in names and arguments.get("past_key_values") is None:
+            # A generation cache only costs memory in training, and activation checkpointing would fill it twice. With
+            # one, transformers ignores positions that start again, so packed documents would attend to each other.
             arguments.setdefault("use_cache", False)
         return self.model(**arguments)
 
@@ -305,7 +307,7 @@ class HuggingFaceModel(ComposerModel):
             logits = outputs[1] if has_loss else outputs[0]
         else:
             logits = outputs
-        if logits.ndim == 2 and logits.shape[1] == 1:
+        if isinstance(logits, Tensor) and logits.ndim == 2 and logits.shape[1] == 1:
             logits = logits.squeeze(dim=1)  # regression, where metrics expect shape (batch,)
         return logits
 

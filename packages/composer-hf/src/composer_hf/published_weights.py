@@ -95,6 +95,10 @@ def plan_weights(
             for name, target in adapter_names(weights, metadata).items()
         ]
     model = meta_model(metadata, trust_remote_code=trust_remote_code)
+    # The heads of MultiTokenPrediction are for training only.
+    weights = {
+        name: each for name, each in weights.items() if not published_name(name).startswith("multi_token_heads.")
+    }
     named = _by_published_name(weights)
     in_memory = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
     on_disk = _revert(model, in_memory)
