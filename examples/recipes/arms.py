@@ -2,8 +2,11 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
+
+from torch.optim import Optimizer
 
 from composer import Algorithm
 
@@ -20,21 +23,70 @@ class Arm:
         duration: How long it trains, such as `'6ep'`. Arms that are meant to take equally long differ in this, because
             their steps do.
         algorithms: Makes the algorithms, new ones for each run.
-        settings: What else this arm does in another way, as the recipe's own functions understand it.
-        like: Another arm, whose learning rate this one takes: the same training for another length of time.
+        optimizer: Called with the model and `lr`, such as `partial(Muon, weight_decay=0.0)`. The task's own if `None`.
+        settings: Options of the task's loader, such as `batch_size`, and of the Trainer, such as `precision`.
+        like: Another arm, whose learning rate this one takes, such as the same training for another length of time.
+        lr: The learning rate of a recipe that is not tuned any more.
     """
 
     name: str
     duration: str
     algorithms: Callable[[], list[Algorithm]] = list
+    optimizer: Callable[..., Optimizer] | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     like: str | None = None
+    lr: float | None = None
 
     def describe(self) -> str:
         """Say what makes a run of this arm different from those of others."""
         algorithms = ", ".join(map(repr, self.algorithms())) or "no algorithms"
         settings = "".join(f", {name}={value!r}" for name, value in sorted(self.settings.items()))
+        if isinstance(optimizer := self.optimizer, partial):
+            options = ", ".join(f"{name}={value!r}" for name, value in optimizer.keywords.items())
+            settings += f", {optimizer.func.__name__}({options})"
+        elif optimizer is not None:
+            settings += f", {optimizer.__name__}"
         return f"{self.duration}, {algorithms}{settings}"
+
+    def split_settings(self, *of_loader: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the settings of these names, and the others."""
+        chosen = {name: value for name, value in self.settings.items() if name in of_loader}
+        return chosen, {name: value for name, value in self.settings.items() if name not in of_loader}
+
+    def without(self, method: type[Algorithm]) -> "Arm":
+        """Return this arm without one of its algorithms."""
+        return replace(self, algorithms=lambda: [each for each in self.algorithms() if not isinstance(each, method)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What all arms of a comparison are trained for, and recipes race for.
+
+    Args:
+        name: Of the task.
+        setup: What all arms have in common. Runs with another one do not count, as those of an arm that has changed.
+        train: Trains one arm with a learning rate and a seed, and returns its curve.
+        target: The quality that a recipe of a race has to reach.
+        quality: What the quality is called.
+        percent: Whether it is a share, which the tables show in percent. Otherwise it is shown to three digits.
+        is_better_higher: Whether more of it is better.
+    """
+
+    name: str
+    setup: str
+    train: Callable[[Arm, float, int], list[Point]]
+    target: float
+    quality: str
+    percent: bool
+    is_better_higher: bool
+
+    def is_reached(self, quality: float, target: float) -> bool:
+        """Return whether a quality is at least as good as another."""
+        return quality >= target if self.is_better_higher else quality <= target
+
+    def format(self, quality: float) -> str:
+        """Return a quality as the tables show it."""
+        return f"{quality:.1%}" if self.percent else f"{quality:.3f}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,16 +94,12 @@ class Comparison:
     """A recipe, what it is made of, and what it has to beat.
 
     Args:
-        name: Of the recipe.
-        setup: What all arms have in common. Runs with another one do not count, as those of an arm that has changed.
+        name: Of the comparison.
+        task: What they are trained for.
         arms: In the order of the table.
         baseline: The arm whose final quality is the target.
         composed: The arm that is meant to get there in half the time.
         learning_rates: What every arm is tuned with, once each.
-        train: Trains one arm with a learning rate and a seed, and returns its curve.
-        quality: What the quality is called.
-        percent: Whether it is a share, which the tables show in percent. Otherwise it is shown to three digits.
-        is_better_higher: Whether more of it is better.
 
     Raises:
         ValueError: If the comparison would not be a fair one: an arm is missing or named twice, or an arm trains for
@@ -59,15 +107,11 @@ class Comparison:
     """
 
     name: str
-    setup: str
+    task: Task
     arms: tuple[Arm, ...]
     baseline: str
     composed: str
     learning_rates: tuple[float, ...]
-    train: Callable[[Arm, float, int], list[Point]]
-    quality: str
-    percent: bool
-    is_better_higher: bool
 
     def __post_init__(self) -> None:
         names = Counter(arm.name for arm in self.arms)
@@ -95,7 +139,3 @@ class Comparison:
     def tuned(self) -> list[Arm]:
         """The arms that have a learning rate of their own."""
         return [arm for arm in self.arms if arm.like is None]
-
-    def is_reached(self, quality: float, target: float) -> bool:
-        """Answer whether a quality is at least as good as another."""
-        return quality >= target if self.is_better_higher else quality <= target

@@ -6,7 +6,7 @@ Each run is written down when it is done, and not repeated: the command can be s
 import argparse
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ from tables import render
 RESULTS = Path(__file__).parent / "results"
 
 
-def main(comparison: Comparison, doc: str | None) -> int:
+def main(comparison: Comparison, doc: str | None, render: Callable[[Comparison, Records], str] = render) -> int:
     """Read the command line of a recipe, run what is missing, and print the table."""
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=5, help="how many runs each arm has, after its tuning")
@@ -36,7 +36,7 @@ def main(comparison: Comparison, doc: str | None) -> int:
         if time.monotonic() > last_start:
             print("The time is up: call the command again for the rest.")
             return 0
-        _say(records.add(arm, lr, seed, comparison.train(arm, lr, seed)))
+        _say(records.add(arm, lr, seed, comparison.task.train(arm, lr, seed)))
     print(render(comparison, records))
     return 0
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from arms import Arm, Comparison, Point
+from arms import Arm, Comparison, Point, Task
 from comparison import main
 from cpu_clock import CpuClock
 from glyph_data import CLASSES, SIDE, load_glyphs
@@ -67,12 +67,12 @@ def make_network() -> nn.Sequential:
     )
 
 
-def make_loaders(seed: int, side: int = SIDE) -> tuple[DataLoader[Any], DataLoader[Any]]:
+def make_loaders(seed: int, side: int = SIDE, batch_size: int = BATCH_SIZE) -> tuple[DataLoader[Any], DataLoader[Any]]:
     """Return a shuffled loader of the training images, and one of the test's, both with images of a size."""
     train, test = (_resized(dataset, side) for dataset in load_glyphs())
     generator = torch.Generator().manual_seed(seed)
     return (
-        DataLoader(train, BATCH_SIZE, shuffle=True, drop_last=True, generator=generator),
+        DataLoader(train, batch_size, shuffle=True, drop_last=True, generator=generator),
         DataLoader(test, batch_size=248),
     )
 
@@ -81,26 +81,33 @@ def make_trainer(arm: Arm, lr: float, seed: int, clock: CpuClock) -> Trainer:
     """Put together the training of one arm.
 
     Args:
-        arm: May have the setting `side`: train and test on images of this size throughout.
+        arm: May have the settings `batch_size`, `side` (train and test on images of this size throughout), and options
+            of the Trainer.
         lr: The peak of the learning rate.
         seed: Of weights and batches.
         clock: Notes the accuracy on the test's images after each epoch.
     """
     torch.manual_seed(seed)
-    train_dataloader, test_dataloader = make_loaders(seed, **arm.settings)
+    of_loader, of_trainer = arm.split_settings("batch_size", "side")
+    train_dataloader, test_dataloader = make_loaders(seed, **of_loader)
     model = ComposerClassifier(make_network(), num_classes=len(CLASSES))
+    if arm.optimizer is None:
+        optimizer = DecoupledSGDW(model.parameters(), lr=lr, momentum=0.9, weight_decay=5e-5, nesterov=True)
+    else:
+        optimizer = arm.optimizer(model, lr=lr)
+    options: dict[str, Any] = {"schedulers": CosineAnnealingWithWarmupScheduler(t_warmup="0.1dur"), **of_trainer}
     return Trainer(
         model=model,
         train_dataloader=train_dataloader,
         eval_dataloader=test_dataloader,
         max_duration=arm.duration,
-        optimizers=DecoupledSGDW(model.parameters(), lr=lr, momentum=0.9, weight_decay=5e-5, nesterov=True),
-        schedulers=CosineAnnealingWithWarmupScheduler(t_warmup="0.1dur"),
+        optimizers=optimizer,
         algorithms=arm.algorithms(),
         callbacks=clock,
         device="cpu",
         seed=seed,
         progress_bar=False,
+        **options,
     )
 
 
@@ -128,10 +135,20 @@ def composed() -> list[Algorithm]:
     ]
 
 
+TASK = Task(
+    name="glyphs",
+    setup=f"batches of {BATCH_SIZE}, stages of {WIDTHS} channels, images of {SIDE}x{SIDE}",
+    train=train,
+    target=0.898,
+    quality="accuracy on unseen fonts",
+    percent=True,
+    is_better_higher=True,
+)
+
 # The durations were chosen so that the arms take about equally long; the last three, at most half of that.
 GLYPHS = Comparison(
     name="glyphs",
-    setup=f"batches of {BATCH_SIZE}, stages of {WIDTHS} channels, images of {SIDE}x{SIDE}",
+    task=TASK,
     arms=(
         Arm(name="baseline", duration="8ep"),
         Arm(name="ChannelsLast", duration="9ep", algorithms=lambda: [ChannelsLast()]),
@@ -147,10 +164,6 @@ GLYPHS = Comparison(
     baseline="baseline",
     composed="all three",
     learning_rates=(0.05, 0.1, 0.2),
-    train=train,
-    quality="accuracy on unseen fonts",
-    percent=True,
-    is_better_higher=True,
 )
 
 

@@ -62,7 +62,7 @@ class Records:
     def __init__(self, path: Path, comparison: Comparison) -> None:
         self.path = path
         self._comparison = comparison
-        self._descriptions = {arm.name: f"{comparison.setup}; {arm.describe()}" for arm in comparison.arms}
+        self._descriptions = {arm.name: f"{comparison.task.setup}; {arm.describe()}" for arm in comparison.arms}
         lines = path.read_text().splitlines() if path.exists() else []
         runs = [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
         self.runs = [run for run in runs if self._counts(run)]
@@ -123,7 +123,7 @@ class Records:
         done = [run for run in runs if run is not None]
         if len(done) < len(runs):
             return None
-        choose = max if self._comparison.is_better_higher else min
+        choose = max if self._comparison.task.is_better_higher else min
         return choose(done, key=lambda run: run.quality).lr
 
     def _counts(self, run: Run) -> bool:

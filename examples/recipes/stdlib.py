@@ -12,16 +12,16 @@ from typing import Any
 
 import torch
 import transformers
-from arms import Arm, Comparison, Point
+from arms import Arm, Comparison, Point, Task
 from comparison import main
 from cpu_clock import CpuClock
-from stdlib_data import CONTEXT, VOCABULARY, load_stdlib
+from stdlib_data import CONTEXT, VOCABULARY, Windows, load_stdlib
 from torch.utils.data import DataLoader
 
 from composer import Algorithm, State, Trainer
 from composer.algorithms import EMA, Alibi, SeqLengthWarmup
 from composer.models import HuggingFaceModel
-from composer.optim import CosineAnnealingWithWarmupScheduler, DecoupledAdamW, Muon
+from composer.optim import CosineAnnealingWithWarmupScheduler, DecoupledAdamW
 from composer_models import LanguageCrossEntropy
 
 BATCH_SIZE = 8
@@ -48,9 +48,13 @@ def make_model() -> HuggingFaceModel:
     return HuggingFaceModel(model, use_logits=True, metrics=[LanguageCrossEntropy()])
 
 
-def make_loaders(seed: int, batch_size: int = BATCH_SIZE) -> tuple[DataLoader[Any], DataLoader[Any]]:
-    """Return a shuffled loader of the training windows, and one of the held-out windows."""
+def make_loaders(
+    seed: int, batch_size: int = BATCH_SIZE, window: int = CONTEXT
+) -> tuple[DataLoader[Any], DataLoader[Any]]:
+    """Return a shuffled loader of the training text in windows of a length, and one of the held-out windows."""
     train, held_out = load_stdlib()
+    if window != CONTEXT:
+        train = Windows(train.windows.flatten(), window)
     generator = torch.Generator().manual_seed(seed)
     return (
         DataLoader(train, batch_size, shuffle=True, drop_last=True, generator=generator),
@@ -62,32 +66,37 @@ def make_trainer(arm: Arm, lr: float, seed: int, clock: CpuClock) -> Trainer:
     """Put together the training of one arm.
 
     Args:
-        arm: May have the settings `batch_size`, and `optimizer='muon'`.
+        arm: May have the settings `batch_size`, `window` (the length of the training's windows), and options of the
+            Trainer.
         lr: The peak of the learning rate.
         seed: Of weights and batches.
         clock: Notes the bits per byte of the held-out windows at eight moments.
     """
     torch.manual_seed(seed)
-    train_dataloader, held_out_dataloader = make_loaders(seed, arm.settings.get("batch_size", BATCH_SIZE))
+    of_loader, of_trainer = arm.split_settings("batch_size", "window")
+    train_dataloader, held_out_dataloader = make_loaders(seed, **of_loader)
     model = make_model()
-    optimizer: torch.optim.Optimizer
-    if arm.settings.get("optimizer") == "muon":
-        optimizer = Muon(model, lr=lr, weight_decay=0.0)
-    else:
+    if arm.optimizer is None:
         optimizer = DecoupledAdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=1e-5)
+    else:
+        optimizer = arm.optimizer(model, lr=lr)
+    options: dict[str, Any] = {
+        "eval_interval": f"{1 / NUM_EVALUATIONS}dur",
+        "schedulers": CosineAnnealingWithWarmupScheduler(t_warmup="0.1dur", alpha_f=0.1),
+        **of_trainer,
+    }
     return Trainer(
         model=model,
         train_dataloader=train_dataloader,
         eval_dataloader=held_out_dataloader,
-        eval_interval=f"{1 / NUM_EVALUATIONS}dur",
         max_duration=arm.duration,
         optimizers=optimizer,
-        schedulers=CosineAnnealingWithWarmupScheduler(t_warmup="0.1dur", alpha_f=0.1),
         algorithms=arm.algorithms(),
         callbacks=clock,
         device="cpu",
         seed=seed,
         progress_bar=False,
+        **options,
     )
 
 
@@ -119,10 +128,20 @@ def composed() -> list[Algorithm]:
     return [alibi(), seq_length_warmup()]
 
 
+TASK = Task(
+    name="stdlib",
+    setup=f"batches of {BATCH_SIZE}, windows of {CONTEXT}, {NUM_LAYERS} layers of {WIDTH}, {NUM_HEADS} heads",
+    train=train,
+    target=3.503,
+    quality="bits per byte of unseen modules",
+    percent=False,
+    is_better_higher=False,
+)
+
 # The durations were chosen so that the arms take about equally long; the last three, at most half of that.
 STDLIB = Comparison(
     name="stdlib",
-    setup=f"batches of {BATCH_SIZE}, windows of {CONTEXT}, {NUM_LAYERS} layers of {WIDTH}, {NUM_HEADS} heads",
+    task=TASK,
     arms=(
         Arm(name="baseline", duration="400ba"),
         Arm(name="ALiBi", duration="375ba", algorithms=lambda: [alibi()]),
@@ -143,10 +162,6 @@ STDLIB = Comparison(
     baseline="baseline",
     composed="both",
     learning_rates=(1e-3, 2e-3, 4e-3, 6e-3),
-    train=train,
-    quality="bits per byte of unseen modules",
-    percent=False,
-    is_better_higher=False,
 )
 
 

@@ -1,8 +1,11 @@
 """The recipes in examples/: their data, their presets, the rules of their comparisons, and the tables."""
 
 import importlib
+import json
+import math
 import sys
 from dataclasses import replace
+from statistics import mean, stdev
 
 import pytest
 import torch
@@ -16,12 +19,14 @@ from composer import Callback, Trainer
 from composer.models import HuggingFaceModel
 
 MODULES = [
+    "ablations",
     "arms",
     "comparison",
     "cpu_clock",
     "glyph_data",
     "glyphs",
     "presets",
+    "race",
     "records",
     "stdlib",
     "stdlib_data",
@@ -50,9 +55,18 @@ def comparison(recipe):
         top = (0.8 if "plain" in arm.name else 0.9) - abs(lr - 0.2) + seed % 10 / 1000
         return [(pace[arm.name] * 10 * step, top * step / 2) for step in (1, 2)]
 
-    return arms.Comparison(
+    task = arms.Task(
         name="small",
         setup="batches of 8",
+        train=train,
+        target=0.8,
+        quality="accuracy",
+        percent=True,
+        is_better_higher=True,
+    )
+    return arms.Comparison(
+        name="small",
+        task=task,
         arms=(
             arms.Arm(name="plain", duration="2ep"),
             arms.Arm(name="quick", duration="2ep"),
@@ -62,10 +76,6 @@ def comparison(recipe):
         baseline="plain",
         composed="quick",
         learning_rates=(0.1, 0.2),
-        train=train,
-        quality="accuracy",
-        percent=True,
-        is_better_higher=True,
     )
 
 
@@ -76,7 +86,7 @@ def run_all(recipe):
     def run(comparison, records, num_seeds, names=None):
         done = []
         for arm, lr, seed in recipe("comparison").missing_runs(comparison, records, num_seeds, names):
-            records.add(arm, lr, seed, comparison.train(arm, lr, seed))
+            records.add(arm, lr, seed, comparison.task.train(arm, lr, seed))
             done.append((arm.name, lr, seed))
         return done
 
@@ -205,6 +215,16 @@ def test_the_clock_stands_still_during_evaluations(recipe):
     assert clock.curve == [(2.0, 0.2), (5.0, 0.3)]
 
 
+class Losses(Callback):
+    """Note the loss of each batch."""
+
+    def __init__(self):
+        self.seen = []
+
+    def batch_end(self, state, logger):
+        self.seen.append(state.loss.item())
+
+
 class FourImages(VisionDataset):
     """Four images as RandAugment takes them."""
 
@@ -273,6 +293,54 @@ def test_the_preset_of_bert_trains(recipe):
     assert "BERTGatedFFOutput" in {type(layer).__name__ for layer in bert.modules()}
 
 
+@pytest.mark.parametrize("name", ["ModdedNanoGPT", "Airbench94"])
+def test_presets_of_speed_records_learn_their_samples(recipe, name):
+    torch.manual_seed(0)
+    if name == "ModdedNanoGPT":
+        preset = recipe("presets").ModdedNanoGPT(vocabulary=64)
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+        model = preset.make_model(hidden_size=16, intermediate_size=32, num_hidden_layers=2, **heads)
+        samples = [{"input_ids": tokens, "labels": tokens} for tokens in torch.randint(64, (8, 16))]
+    else:
+        preset = recipe("presets").Airbench94(batch_size=8, widths=(8, 16, 16))
+        model = preset.make_model(num_classes=2)
+        samples = list(zip(torch.rand(8, 3, 32, 32), [0, 1] * 4, strict=True))
+    losses = Losses()
+    with Trainer(
+        model,
+        train_dataloader=DataLoader(samples, batch_size=8),
+        max_duration="20ba",
+        algorithms=preset.make_algorithms(),
+        optimizers=preset.make_optimizer(model),
+        schedulers=preset.make_scheduler(),
+        callbacks=losses,
+        device="cpu",
+        progress_bar=False,
+    ) as trainer:
+        trainer.fit()
+    assert losses.seen[-1] < 0.85 * losses.seen[0]
+    names = {id(param): name for name, param in trainer.state.model.named_parameters()}
+    groups = trainer.state.optimizers[0].param_groups
+    rates = {names[id(param)]: group["initial_lr"] for group in groups for param in group["params"]}
+    if name == "ModdedNanoGPT":
+        assert losses.seen[0] == pytest.approx(math.log(64), abs=0.1)  # the blocks are the identity
+        layer = "model.model.layers.1"
+        of_layer = {name.removeprefix(layer): lr for name, lr in rates.items() if name.startswith(layer)}
+        assert {name for name, lr in of_layer.items() if lr == 0.04} == {
+            ".input_layernorm.weight",
+            ".input_layernorm.bias",
+            ".post_attention_layernorm.weight",
+            ".post_attention_layernorm.bias",
+            ".self_attn.q_proj.qk_scale",
+            ".self_attn.v_proj.value_mix",
+        }
+        assert set(of_layer.values()) == {0.04, 0.05}
+    else:
+        # With 8 images in place of 1,024, and Nesterov momentum, which multiplies a constant gradient.
+        lr = 11.5 / 128 / (1 + 1 / 0.15)
+        assert sorted(set(rates.values())) == pytest.approx([lr, 64 * lr])
+
+
 @pytest.mark.parametrize(("module", "name"), [("glyphs", "GLYPHS"), ("stdlib", "STDLIB")])
 def test_the_published_comparisons_give_the_baseline_what_the_recipe_has(recipe, module, name):
     comparison = getattr(recipe(module), name)
@@ -324,7 +392,7 @@ def test_runs_of_an_arm_that_was_changed_do_not_count(recipe, comparison, run_al
 def test_runs_of_another_setup_do_not_count(recipe, comparison, run_all, tmp_path):
     path, records_of = tmp_path / "runs.jsonl", recipe("records").Records
     run_all(comparison, records_of(path, comparison), num_seeds=1)
-    assert records_of(path, replace(comparison, setup="batches of 16")).runs == []
+    assert records_of(path, replace(comparison, task=replace(comparison.task, setup="batches of 16"))).runs == []
 
 
 def test_runs_of_two_machines_are_not_mixed(recipe, comparison, run_all, tmp_path, monkeypatch):
@@ -376,7 +444,7 @@ def test_the_table_has_medians_ranges_and_the_losers(recipe, comparison, run_all
 
 
 def test_less_is_better_where_the_comparison_says_so(recipe, comparison, run_all, tmp_path):
-    loss = replace(comparison, is_better_higher=False)
+    loss = replace(comparison, task=replace(comparison.task, is_better_higher=False))
     records = recipe("records").Records(tmp_path / "runs.jsonl", loss)
     run_all(loss, records, num_seeds=5)
     lines = recipe("tables").render_table(loss, records).splitlines()
@@ -395,13 +463,19 @@ def test_a_table_is_written_between_its_comments_and_nowhere_else(recipe, tmp_pa
         write_table(page, "b", "")
 
 
-def test_the_page_shows_the_runs_that_are_on_record(recipe):
-    tables = recipe("tables")
-    page = tables.PAGE.read_text()
-    for module, name in (("glyphs", "GLYPHS"), ("stdlib", "STDLIB"), ("stdlib_muon", "STDLIB_MUON")):
-        comparison = getattr(recipe(module), name)
-        records = recipe("records").Records(recipe("comparison").RESULTS / f"{comparison.name}.jsonl", comparison)
-        assert f"<!-- {comparison.name} -->\n{tables.render(comparison, records)}\n<!-- end" in page
+def test_the_pages_show_the_runs_that_are_on_record(recipe):
+    for page, name, table in recipe("tables").render_all():
+        assert f"<!-- {name} -->\n{table}\n<!-- end" in page.read_text()
+
+
+def test_logs_of_records_have_the_source_of_their_recipes_and_satisfy_the_rules(recipe):
+    race = recipe("race")
+    logs = {path.stem: json.loads(path.read_text()) for path in race.LOGS.glob("*.json")}
+    assert {path.stem for path in race.ENTRIES.glob("*.py")} - set(logs) == {"glyphs_0", "stdlib_0"}
+    for name, log in logs.items():
+        assert log["recipe"]["source"] == (race.ENTRIES / f"{name}.py").read_text()
+        assert log["target"] == race.Entry.load(race.ENTRIES / f"{name}.py").task.target
+        assert race.evaluate(log).is_record
 
 
 def test_the_command_names_an_arm_that_there_is_not(recipe, comparison, monkeypatch, capsys):
@@ -420,3 +494,97 @@ def test_the_command_runs_what_is_missing_and_prints_the_table(recipe, compariso
     assert recipe("comparison").main(comparison, "Say something.") == 0
     assert len(path.read_text().splitlines()) == 2 * 2 + 4 * 2
     assert "| quick | 2ep | 0.2 | 2 |" in capsys.readouterr().out
+
+
+ENTRY = """
+from arms import Arm, Task
+
+
+def train(arm, lr, seed):
+    return [(0.1, 0.0), ({seconds}, {quality})]
+
+
+TASK = Task(
+    name="small", setup="-", train=train, target=0.8, quality="accuracy", percent=True, is_better_higher=True
+)
+RECIPE = Arm(name="{name}", duration="1ep", lr=0.1, settings={{"a": 1, "b": 1}})
+PARTS = {{
+    part: lambda arm, part=part: Arm(
+        name="", duration="1ep", settings={{name: value for name, value in arm.settings.items() if name != part}}
+    )
+    for part in "ab"
+}}
+"""
+
+
+@pytest.fixture
+def race(recipe, monkeypatch, capsys, tmp_path):
+    """Race a recipe that takes 2 s and has some quality against one that takes 10 s and more, as the command does."""
+
+    def run(quality="0.81 + seed / 100", num_seeds=5, seconds="2.0"):
+        (tmp_path / "small_0.py").write_text(ENTRY.format(name="slow", seconds="10 + seed", quality="0.8"))
+        (tmp_path / "small_1.py").write_text(ENTRY.format(name="quick", seconds=seconds, quality=quality))
+        module = recipe("race")
+        monkeypatch.setattr(module, "ENTRIES", tmp_path)
+        monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+        log = tmp_path / "log.json"
+        monkeypatch.setattr(
+            sys, "argv", ["race.py", str(tmp_path / "small_1.py"), "--seeds", str(num_seeds), "--log", str(log)]
+        )
+        assert module.main() == 0
+        return json.loads(log.read_text()), capsys.readouterr().out
+
+    return run
+
+
+def test_a_race_logs_both_recipes_and_bounds_the_ratio_of_their_times(race):
+    log, printed = race()
+    assert log["recipe"]["source"].startswith("\nfrom arms import")
+    assert log["recipe"]["curves"] == [[[0.1, 0.0], [2.0, pytest.approx(0.81 + seed / 100)]] for seed in range(5)]
+    assert [curve[-1][0] for curve in log["reference"]["curves"]] == [10, 11, 12, 13, 14]
+    assert log["versions"]["torch"]
+    logs = [math.log(2 / seconds) for seconds in range(10, 15)]
+    # 3.747 is the quantile of the t distribution with 4 degrees of freedom for 99 %.
+    bound = math.exp(mean(logs) + 3.747 * stdev(logs) / 5**0.5)
+    assert "2.00 CPU-s to 80.0%, reached with 5 of 5 seeds" in printed
+    assert f"0.167 times small_0 (slow), below {bound:.3f} with 99% confidence: a record." in printed
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"num_seeds": 4, "quality": "0.9 + seed / 1000"},
+        {"quality": "0.95 - 0.151 * (seed == 2)"},  # one seed misses the target
+        {"quality": "0.8 + 0.01 * seed ** 3"},  # the mean is not beyond the target with p < 0.01
+        {"seconds": "9.0 + 2 * seed"},  # faster with one seed only
+    ],
+)
+def test_a_doubtful_result_is_no_record(race, changed):
+    assert "confidence: not a record." in race(**changed)[1]
+
+
+def test_a_recipe_without_a_learning_rate_is_refused(recipe, tmp_path):
+    path = tmp_path / "small.py"
+    path.write_text(ENTRY.format(name="quick", seconds="2.0", quality="1.0").replace("lr=0.1, ", ""))
+    with pytest.raises(ValueError, match="must define TASK"):
+        recipe("race").Entry.load(path)
+
+
+def test_an_ablation_shows_what_each_part_brings_and_what_pairs_bring_beyond_their_sum(recipe, run_all, tmp_path):
+    path = tmp_path / "small_1.py"
+    a, b = 'arm.settings.get("a", 0)', 'arm.settings.get("b", 0)'
+    path.write_text(
+        ENTRY.format(name="quick", seconds="2.0", quality=f"0.5 + 0.1 * {a} + 0.2 * {b} + 0.05 * {a} * {b}")
+    )
+    ablations = recipe("ablations")
+    comparison = ablations.ablation(recipe("race").Entry.load(path))
+    records = recipe("records").Records(tmp_path / "runs.jsonl", comparison)
+    assert ablations.render_ablation(comparison, records).startswith("No result yet")
+    run_all(comparison, records, num_seeds=2)
+    lines = ablations.render_ablation(comparison, records).splitlines()
+    assert [line.split(" | ")[-2:] for line in lines[2:5]] == [
+        ["85.0% (85.0% to 85.0%)", " |"],
+        ["70.0% (70.0% to 70.0%)", "+15.0 |"],
+        ["60.0% (60.0% to 60.0%)", "+25.0 |"],
+    ]
+    assert lines[-1] == "| a | +5.0 ± 0.0 |"
