@@ -101,6 +101,7 @@ PLAN = (
     Script("callbacks", ("--turns", "150"), 150.0),
     Script("callbacks_long_runs", ("--quick",), 90.0),
     Script("optimizers", (), 90.0),
+    Script("language_models", (), 300.0),
     Script("ema"),
     Script("algorithms", ("--rounds", "5"), 180.0),
     Script("algorithms_surgery", ("--rounds", "11"), 120.0),
