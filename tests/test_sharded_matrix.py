@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from composer import Trainer, algorithms, callbacks, functional
 from composer.core import Callback, Event
 from composer.loggers import InMemoryLogger
-from composer.models import ComposerClassifier, ComposerModel
+from composer.models import ComposerClassifier, ComposerGPT, ComposerModel
 from composer.optim import DecoupledAdamW, DecoupledSGDW
 from composer_dist import dist
 from composer_dist.devices import Device
@@ -37,7 +37,7 @@ OF_ADAM = 4 * 0.01
 AS_DDP, REFUSED = "as under DDP", "refused"
 # What depends on the clock; and evaluations of models that count statistics, which are rank 0's under DDP, and each
 # rank's own if the model is sharded.
-_NOT_ALIKE = re.compile("time|throughput|memory|trainer|wall_clock|run|cpu|disk|network|swap")
+_NOT_ALIKE = re.compile("time|throughput|memory|trainer|wall_clock|run|cpu|disk|network|swap|gradient_noise|compile")
 
 
 class Block(nn.Module):
@@ -140,6 +140,9 @@ class Sentences(Dataset):
         return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
 
 
+GPT = {"d_model": 12, "n_heads": 3, "n_layers": 2, "vocab_size": 31, "max_seq_len": 16}
+
+
 def vectors():
     generator = torch.Generator().manual_seed(0)
     targets = torch.randint(0, CLASSES, (SAMPLES,), generator=generator)
@@ -182,6 +185,7 @@ MODELS = {
     "adapted": (lambda: ComposerClassifier(adapted(), num_classes=CLASSES), vectors),
     "conv": (lambda: ComposerClassifier(Convolutions(), num_classes=CLASSES), images),
     "residual": (lambda: ComposerClassifier(Residual(), num_classes=CLASSES), images),
+    "gpt": (lambda: ComposerGPT(GPT), Sentences),
     "gpt2": (lambda: Language("gpt2"), Sentences),
     "bert": (lambda: Language("bert"), Sentences),
     "hugging face": (hugging_face, Sentences),
@@ -238,6 +242,8 @@ def callback(name, *arguments, **settings):
 ALGORITHMS = {
     "AGC, the older name of adaptive GradientClipping": Row(algorithm("AGC", 0.01)),
     "Alibi": Row(algorithm("Alibi", 16, train_sequence_length_scaling=0.5), "gpt2"),
+    "AlternatingFlip": Row(algorithm("AlternatingFlip"), "conv"),
+    "AttentionWindowWarmup": Row(algorithm("AttentionWindowWarmup", "3ba", 3, 12, 2), "gpt"),
     "AugMix": Row(algorithm("AugMix"), "conv"),
     "BlurPool": Row(algorithm("BlurPool"), "conv"),
     "ChannelsLast": Row(algorithm("ChannelsLast"), "conv"),
@@ -247,6 +253,7 @@ ALGORITHMS = {
     "DiracInit": Row(algorithm("DiracInit"), "conv"),
     "EMA": Row(algorithm("EMA", "2ba"), resumes=True),
     "Factorize": Row(algorithm("Factorize", min_channels=4, latent_channels=2), "conv"),
+    "FusedCrossEntropy": Row(algorithm("FusedCrossEntropy"), "gpt"),
     "GatedLinearUnits": Row(algorithm("GatedLinearUnits"), "bert"),
     "GhostBatchNorm": Row(algorithm("GhostBatchNorm", 2), "conv"),
     "GradientClipping by norm": Row(algorithm("GradientClipping", "norm", 0.1)),
@@ -269,6 +276,9 @@ ALGORITHMS = {
         tolerance=BFLOAT16,
     ),
     "MixUp": Row(algorithm("MixUp")),
+    "MixUpOrCutMix": Row(algorithm("MixUpOrCutMix"), "conv"),
+    "MultiTokenPrediction": Row(algorithm("MultiTokenPrediction", 2), "gpt2"),
+    "MultiViewEval": Row(algorithm("MultiViewEval", shift=1), "conv"),
     "MuP": Row(algorithm("MuP", 6), "gpt2"),
     "NoOpModel": Row(algorithm("NoOpModel")),
     "ProgressiveResizing": Row(algorithm("ProgressiveResizing", delay_fraction=0.2), "conv"),
@@ -284,8 +294,10 @@ ALGORITHMS = {
     ),
     "StochasticDepth by sample": Row(algorithm("StochasticDepth", "ResNetBottleneck", "sample"), "residual"),
     "SWA": Row(algorithm("SWA", "0.3dur", "0.9dur", "1ba"), resumes=True),
+    "UntiedHead": Row(algorithm("UntiedHead", "3ba"), "gpt", resumes=True),
     "ValueResidual": Row(algorithm("ValueResidual"), "gpt2"),
     "WeightStandardization": Row(algorithm("WeightStandardization"), "conv"),
+    "WhiteningInit": Row(algorithm("WhiteningInit", torch.rand(8, 3, 16, 16)), "conv"),
     "ZLoss": Row(algorithm("ZLoss", 0.1)),
     "ZeroInit": Row(algorithm("ZeroInit"), "gpt2"),
 }
@@ -301,6 +313,7 @@ CALLBACKS = {
     ),
     "FreeOutputs": Row(callback("FreeOutputs"), "gpt2"),
     "Generate": Row(callback("Generate", ["one two", "three"], "1ep", max_new_tokens=3), "hugging face"),
+    "GradientNoiseScale": Row(callback("GradientNoiseScale", 1)),
     "HuggingFaceCheckpointer": Row(
         lambda folder: {"callbacks": callbacks.HuggingFaceCheckpointer(str(folder / "published"), "1ep")},
         "hugging face",

@@ -273,7 +273,7 @@ BAD = [
         ValueError,
         "deepspeed_config and parallelism_config",
     ),
-    ({"parallelism_config": {"fsdp": {}}, "ddp_sync_strategy": "forced_sync"}, ValueError, "do not go with"),
+    ({"parallelism_config": {"fsdp": {}}, "ddp_sync_strategy": "forced_sync"}, ValueError, "cannot be combined with"),
     ({"parallelism_config": {"tp": {"tensor_parallel_degree": 2}}}, ValueError, "currently requires FSDP"),
     (
         {"parallelism_config": {"fsdp": {"data_parallel_shard_degree": 3}}},

@@ -130,13 +130,19 @@ OTHER_METHODS = {
     "SWA": ("images", lambda: algorithms.SWA(swa_start="0.2dur", swa_end="0.9dur", update_interval="1ba")),
     "GyroDropout": ("plain", algorithms.GyroDropout),
     "SeqLengthWarmup": ("text", lambda: algorithms.SeqLengthWarmup(max_seq_length=64)),
+    "AttentionWindowWarmup": ("text", lambda: algorithms.AttentionWindowWarmup("3ba", 4, 16)),
     "Alibi": ("text", lambda: algorithms.Alibi(max_sequence_length=64)),
+    "MixUpOrCutMix": ("images", algorithms.MixUpOrCutMix),
     "MuP": ("text", lambda: algorithms.MuP(base_width=16)),
+    "FusedCrossEntropy": ("text", algorithms.FusedCrossEntropy),
     "LogitSoftcap": ("text", algorithms.LogitSoftcap),
+    "MultiTokenPrediction": ("text", algorithms.MultiTokenPrediction),
     "QKNorm": ("text", algorithms.QKNorm),
     "SquaredReLU": ("text", algorithms.SquaredReLU),
     "DiracInit": ("images", algorithms.DiracInit),
+    "UntiedHead": ("text", lambda: algorithms.UntiedHead("1ba")),
     "ValueResidual": ("text", algorithms.ValueResidual),
+    "WhiteningInit": ("images", lambda: algorithms.WhiteningInit(torch.rand(8, 3, 16, 16).sin())),
     "ZLoss": ("text", algorithms.ZLoss),
     "ZeroInit": ("text", algorithms.ZeroInit),
 }
@@ -235,6 +241,7 @@ CALLBACKS = {
     ),
     "FreeOutputs": lambda folder: callbacks.FreeOutputs(),
     "Generate": lambda folder: callbacks.Generate(["w3", "w5"], "2ba", max_new_tokens=4, do_sample=True),
+    "GradientNoiseScale": lambda folder: callbacks.GradientNoiseScale(interval=1),
     "HuggingFaceCheckpointer": lambda folder: callbacks.HuggingFaceCheckpointer(str(folder), "2ba"),
     "ImageVisualizer": lambda folder: callbacks.ImageVisualizer(interval="2ba"),
     "LRMonitor": lambda folder: callbacks.LRMonitor(),
@@ -291,7 +298,8 @@ def test_a_callback_or_logger_does_on_the_device_what_it_does_on_the_cpu(cases, 
         folder.mkdir(exist_ok=True)
         acts = device is accelerator or name in ACTING  # others do not change the weights
         made = [CALLBACKS[name](folder)] if acts else []
-        results.append(trained(subjects, device, KINDS.get(name, "plain"), callbacks=made))
+        more = {"device_train_microbatch_size": 8} if name == "GradientNoiseScale" else {}
+        results.append(trained(subjects, device, KINDS.get(name, "plain"), callbacks=made, **more))
     assert_same(*results)
 
 

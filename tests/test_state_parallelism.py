@@ -32,7 +32,7 @@ def test_the_ways_to_save_a_sharded_model_are_accepted(part, kind, state_dict_ty
 
 BAD = [
     ({"state_dict_type": "bogus"}, "state_dict_type='bogus'.*fsdp_state_dict_type must be one of 'full'"),
-    ({"state_dict_type": "sharded"}, "save_metrics=True does not go with state_dict_type='sharded'"),
+    ({"state_dict_type": "sharded"}, "save_metrics=True cannot be combined with state_dict_type='sharded'"),
     ({"activation_cpu_offload": True, "use_orig_params": False}, "activation_cpu_offload=True is not supported"),
     ({"data_parallel_shard_degree": 0}, "data_parallel_shard_degree=0 is not a number of ranks"),
     ({"data_parallel_shard_degree": 7}, "World size 1 .* the product"),
@@ -55,7 +55,7 @@ def test_sharding_settings_that_cannot_be_meant_are_refused(settings, message):
     ("fsdp", "message"),
     [
         (None, r"Tensor parallelism \(TP\) currently requires FSDP to be enabled"),
-        (FSDPConfig(use_orig_params=False), r"use_orig_params=False does not go with tensor parallelism"),
+        (FSDPConfig(use_orig_params=False), r"use_orig_params=False cannot be combined with tensor parallelism"),
         (
             FSDPConfig(load_monolith_rank0_only=True, sync_module_states=True),
             "load_monolith_rank0_only is not compatible with tensor parallel",

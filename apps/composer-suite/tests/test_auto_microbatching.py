@@ -362,7 +362,7 @@ def test_a_sample_that_ranks_share_cannot_be_cut():
     spec.seq_parallel_world_size = 2
     with (
         pytest.warns(UserWarning, match="is experimental"),
-        pytest.raises(ValueError, match=r"'auto' does not go with.*seq_parallel_world_size=2"),
+        pytest.raises(ValueError, match=r"'auto' cannot be combined with.*seq_parallel_world_size=2"),
     ):
         make_trainer(SmallDevice(), train_dataloader=spec, device_train_microbatch_size="auto")
 

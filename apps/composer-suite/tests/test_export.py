@@ -66,9 +66,12 @@ def test_the_model_stays_as_it_is(trained, batch, tmp_path, save_format):
 def test_safetensors_are_the_weights(trained, tmp_path):
     from composer_checkpoint import load_file
 
+    expected = trained.state.model.state_dict()
+    trained.state.model.multi_token_heads = nn.Linear(2, 2)  # as of MultiTokenPrediction, for training only
     trained.export_for_inference("safetensors", str(tmp_path / "model.safetensors"))
     weights = load_file(tmp_path / "model.safetensors")
-    for name, value in trained.state.model.state_dict().items():
+    assert weights.keys() == expected.keys()
+    for name, value in expected.items():
         assert torch.equal(weights[name], value)
 
 

@@ -612,5 +612,7 @@ def test_a_checkpoint_never_replaces_a_folder(make_trainer, tmp_path, monkeypatc
 def test_a_method_of_ones_own_that_extends_one_deepspeed_cannot_have_is_refused_too(make_trainer, method):
     """LayerFreezing ended with "'NoneType' object has no attribute 'cpu'", and EMA trained."""
     mine = type("Mine", (method,), {})()
-    with pytest.raises(ValueError, match=r"Mine does not go with deepspeed_config\['zero_optimization'\]\['stage'\]=3"):
+    with pytest.raises(
+        ValueError, match=r"Mine cannot be combined with deepspeed_config\['zero_optimization'\]\['stage'\]=3"
+    ):
         make_trainer(algorithms=[mine], deepspeed_config={"zero_optimization": {"stage": 3}})

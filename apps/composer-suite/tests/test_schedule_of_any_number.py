@@ -13,7 +13,7 @@ from composer.algorithms import EMA, MixUp, StochasticDepth
 from composer.callbacks import LRMonitor
 from composer.core import Algorithm, Callback, Event
 from composer.loggers import InMemoryLogger
-from composer.models import ComposerClassifier
+from composer.models import ComposerClassifier, ComposerGPT
 from composer.optim import LinearScheduler, Schedule
 from composer_algorithms import all_metadata
 
@@ -226,7 +226,9 @@ WITH_ARGUMENTS = {
     "GradientClipping": {"clipping_type": "norm", "clipping_threshold": 0.01},
     "LabelSmoothing": {"smoothing": 0.5},
     "MixUp": {"alpha": 1.0},
+    "MixUpOrCutMix": {"mixup_alpha": 1.0, "switch_prob": 0.7},
     "MuP": {"base_width": 64},
+    "MultiTokenPrediction": {},
     "SelectiveBackprop": {"start": 0.0, "end": 1.0, "keep": 1.0, "scale_factor": 1.0, "interrupt": 0},
     "StochasticDepth": {"target_layer_name": "ResNetBasicBlock", "drop_rate": 1.0, "drop_distribution": "uniform"},
     "ZLoss": {"coefficient": 0.1},
@@ -258,6 +260,9 @@ def test_a_schedule_of_a_declared_argument_has_an_effect(make_trainer, target):
         torch.manual_seed(0)
         layers = [nn.Conv2d(3, 4, 3), BasicBlock(4, 4), nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(64, 2)]
         model = ComposerClassifier(nn.Sequential(*layers), num_classes=2)
+        if kind == "MultiTokenPrediction":
+            model = ComposerGPT({"d_model": 8, "n_heads": 2, "n_layers": 1, "vocab_size": 16, "max_seq_len": 8})
+            data = [{"input_ids": ids, "labels": ids} for ids in torch.arange(128).view(16, 8) % 16]
         algorithm = getattr(composer.algorithms, kind)(**arguments)
         make_trainer(
             model=model,

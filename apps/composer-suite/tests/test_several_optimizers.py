@@ -313,7 +313,7 @@ def test_frozen_parameters_need_no_optimizer():
     ("settings", "message"),
     [
         ({"algorithms": algorithms.SAM()}, "SAMOptimizer evaluates the loss itself, which works with one optimizer"),
-        ({"deepspeed_config": {}}, r"\['SGD', 'SGD'\] do not go with deepspeed_config"),
+        ({"deepspeed_config": {}}, r"\['SGD', 'SGD'\] cannot be combined with deepspeed_config"),
     ],
     ids=["SAM", "DeepSpeed"],
 )

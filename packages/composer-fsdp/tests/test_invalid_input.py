@@ -86,7 +86,7 @@ DEGREES = [
     (FSDPConfig(data_parallel_shard_degree=0), "data_parallel_shard_degree=0"),
     (
         ParallelismConfig(fsdp=FSDPConfig(sharding_strategy="NO_SHARD"), tp=TPConfig(tensor_parallel_degree=2)),
-        "'NO_SHARD' does not go with tensor parallelism",
+        "'NO_SHARD' cannot be combined with tensor parallelism",
     ),
 ]
 

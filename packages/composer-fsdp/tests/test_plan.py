@@ -147,7 +147,7 @@ def test_tensor_parallelism_needs_sharding_beside_it():
     tp = TPConfig(tensor_parallel_degree=2)
     with pytest.raises(ValueError, match=r"Tensor parallelism \(TP\) currently requires FSDP to be enabled."):
         make_plan(ParallelismConfig(tp=tp), world_size=4)
-    with pytest.raises(ValueError, match="use_orig_params=False does not go with tensor parallelism"):
+    with pytest.raises(ValueError, match="use_orig_params=False cannot be combined with tensor parallelism"):
         plan_of(tp=tp, use_orig_params=False)
     with pytest.raises(ValueError, match=r"load_monolith_rank0_only is not compatible with tensor parallelism \(TP\)."):
         plan_of(tp=tp, load_monolith_rank0_only=True, sync_module_states=True)

@@ -126,7 +126,7 @@ def test_formats_that_cannot_be_are_refused(tmp_path):
         save_model_to_disk(model, tmp_path, sharded_checkpoint=True, save_format="safetensors")
     with pytest.raises(ValueError, match="holds weights only, and no optimizer"):
         save_optim_to_disk(model, torch.optim.SGD(model.parameters()), tmp_path, save_format="safetensors")
-    with pytest.raises(ValueError, match=r"model.pt' does not go with save_format='safetensors'"):
+    with pytest.raises(ValueError, match=r"model.pt' cannot be combined with save_format='safetensors'"):
         save_state_dict_to_disk({"w": torch.ones(1)}, "model.pt", save_format="safetensors")
 
 

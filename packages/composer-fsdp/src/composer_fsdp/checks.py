@@ -182,8 +182,8 @@ def check_tensor_parallel(tp: TPConfig, own: FSDPConfig | FSDP2Config) -> None:
     """Validate the tensor parallelism settings by themselves and against the sharding settings."""
     if not own.use_orig_params:
         raise ValueError(
-            "use_orig_params=False does not go with tensor parallelism (TP), which splits the parameters themselves. "
-            "Use use_orig_params=True, which is the default, or leave tp out."
+            "use_orig_params=False cannot be combined with tensor parallelism (TP), which splits the parameters "
+            "themselves. Use use_orig_params=True, which is the default, or leave tp out."
         )
     plan: Any = tp.layer_plan
     if not isinstance(plan, Mapping | None):

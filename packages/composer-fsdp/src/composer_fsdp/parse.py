@@ -183,7 +183,7 @@ def _plan_for(state: Any, config: ParallelismConfig) -> ShardingPlan:
         plan = make_plan(config, world_size=dist.get_world_size())
     if plan.state_dict_type == "sharded" and state.save_metrics:
         raise ValueError(
-            "save_metrics=True does not go with state_dict_type='sharded', since metrics are not sharded. Use "
+            "save_metrics=True cannot be combined with state_dict_type='sharded', since metrics are not sharded. Use "
             "save_metrics=False, or state_dict_type='full'."
         )
     loads_alone = plan.version == 1 and state.load_monolith_rank0_only and dist.get_global_rank() == 0

@@ -245,7 +245,7 @@ def _group_settings(config: FSDPConfig, tp: TPConfig | None, world_size: int, st
         )
     if config.sharding_strategy == "NO_SHARD" and tp is not None:
         raise ValueError(
-            "sharding_strategy='NO_SHARD' does not go with tensor parallelism. Use 'FULL_SHARD' with "
+            "sharding_strategy='NO_SHARD' cannot be combined with tensor parallelism. Use 'FULL_SHARD' with "
             "data_parallel_shard_degree=1 instead."
         )
     strategy = _strategy_that_fits(config, group, has_degrees or tp is not None, stacklevel + 1)
@@ -366,8 +366,8 @@ def _check_unit_values(options: Mapping[str, Any], plan: ShardingPlan) -> None:
     strategy = options.get("sharding_strategy")
     if strategy in ("NO_SHARD", *HYBRID_STRATEGIES) and plan.tensor_parallel_degree > 1:
         raise ValueError(
-            f"sharding_strategy={strategy!r} of a single module does not go with tensor parallelism. Use 'FULL_SHARD' "
-            f"or 'SHARD_GRAD_OP', or leave it out."
+            f"sharding_strategy={strategy!r} of a single module cannot be combined with tensor parallelism. Use "
+            "'FULL_SHARD' or 'SHARD_GRAD_OP', or leave it out."
         )
     if options.get("device_mesh") is not None:
         check_mesh(options["device_mesh"], dist.get_world_size())

@@ -154,6 +154,7 @@ class SpeedMonitor(Callback):
     |---|---|
     | `throughput/batches_per_sec`, `throughput/samples_per_sec` | of all ranks together |
     | `throughput/tokens_per_sec` | the same, if batches have tokens |
+    | `throughput/packing_efficiency` | the share of packed windows that tokens fill, if batches have `position_ids` |
     | `throughput/flops_per_sec` | if the model has `flops_per_batch(batch)`, which returns the FLOPs of a batch |
     | `throughput/device/...` | each of these, divided by the number of ranks |
     | `throughput/device/mfu` | model FLOPs utilization: the fraction of the device's peak performance |
@@ -225,7 +226,7 @@ class SpeedMonitor(Callback):
         if self._model is not state.model:  # cached, since looking up a missing attribute of a module is slow
             self._model, self._flops_per_batch = state.model, _flops_function(state.model)
         # Numbers, since a lazy log may be computed after the next batches have changed the history.
-        window = seconds[0], self.history_samples[0], self.history_tokens[0], len(seconds)
+        window = seconds[0], self.history_samples[0], self.history_tokens[0], len(seconds), _packed_size(state.batch)
         if self._flops_per_batch is None:
             log_lazily(state, logger, self._speed, self.total_eval_wct, *window)
         else:
@@ -250,9 +251,9 @@ class SpeedMonitor(Callback):
         self.total_eval_wct = 0.0
 
     def _speed(
-        self, now: Timestamp, eval_s: float, start_s: float, start_sample: int, start_token: int, length: int
+        self, now: Timestamp, eval_s: float, start_s: float, start_sample: int, start_token: int, length: int, size: int
     ) -> dict[str, float]:
-        """Return the metrics at a timestamp, for a window with the given start and length."""
+        """Return the metrics at a timestamp, for a window with the given start and length, of samples of a size."""
         train_s = now.total_wct.total_seconds()
         metrics: dict[str, float] = {}
         # Logged only for a full window, and if the clock has advanced.
@@ -264,6 +265,9 @@ class SpeedMonitor(Callback):
                 rates["tokens_per_sec"] = tokens / seconds
             metrics = {f"throughput/{name}": rate for name, rate in rates.items()}
             metrics |= {f"throughput/device/{name}": rate / self._world_size for name, rate in rates.items()}
+            # More tokens than places: an algorithm has shortened the sequences after they were counted.
+            if 0 < tokens <= (places := (now.num_samples - start_sample) * size):
+                metrics["throughput/packing_efficiency"] = tokens / places
         metrics["time/train"] = train_s / self._seconds
         metrics["time/val"] = eval_s / self._seconds
         metrics["time/total"] = (train_s + eval_s) / self._seconds
@@ -288,6 +292,12 @@ class SpeedMonitor(Callback):
         if self.gpu_flops_available:
             metrics["throughput/device/mfu"] = flops / self._world_size / self.gpu_flops_available
         return metrics
+
+
+def _packed_size(batch: Any) -> int:
+    """Return the number of tokens in a packed sample, or 0 for other batches."""
+    positions = batch.get("position_ids") if isinstance(batch, dict) else None  # pyright: ignore[reportUnknownMemberType]
+    return positions.shape[1] if isinstance(positions, torch.Tensor) and positions.ndim == 2 else 0
 
 
 def _flops_function(model: Any) -> Callable[[Any], float] | None:

@@ -129,7 +129,7 @@ def to_policy(given: Any, *, is_deepspeed: bool = False) -> OnDivergence | None:
         )
     if is_deepspeed and (policy.action != "raise" or policy.on_spike not in ("raise", "log")):
         raise ValueError(
-            f"on_divergence={given!r} does not go with deepspeed_config: DeepSpeed's engine keeps gradients and "
+            f"on_divergence={given!r} cannot be combined with deepspeed_config: DeepSpeed's engine keeps gradients and "
             "state internal, so that a step can be neither skipped nor undone. Give 'raise' or None."
         )
     return policy

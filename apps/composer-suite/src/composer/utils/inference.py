@@ -118,6 +118,8 @@ def export_for_inference(
     model = _changed(model, surgery_algs)
     if load_path is not None:
         _load(model, load_path, load_object_store, load_strict)
+    if hasattr(model, "multi_token_heads"):  # of MultiTokenPrediction, for training only
+        del model.multi_token_heads
     model = _changed(model.eval(), transforms)
 
     onnx = {"input_names": input_names, "output_names": output_names, "opset_version": onnx_opset_version}

@@ -313,8 +313,8 @@ def save_state_dict_to_disk(
     _check_format(save_format, sharded)
     if not sharded and (PurePath(path).suffix == ".safetensors") != (save_format == "safetensors"):
         raise ValueError(
-            f"path={os.fspath(path)!r} does not go with save_format={save_format!r}: names that end in .safetensors "
-            f"are of that format, and no others are. Change one of the two."
+            f"path={os.fspath(path)!r} cannot be combined with save_format={save_format!r}: names that end in "
+            ".safetensors are of that format, and no others are. Change one of the two."
         )
     return _save(state_dict, path, overwrite, sharded=sharded)
 
