@@ -21,6 +21,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--trust-remote-code", action="store_true", help="let a model of the Hub run its own code")
     options = parser.parse_intermixed_args(arguments)
+    if options.allow:  # as Python does for a script
+        sys.path.insert(0, str(Path(options.recipe).parent.resolve()))
     try:
         plan = load_recipe(
             options.recipe, options.overrides, allow=options.allow, trust_remote_code=options.trust_remote_code

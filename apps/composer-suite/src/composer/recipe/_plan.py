@@ -1,15 +1,18 @@
 """From a recipe to a Trainer."""
 
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 import yaml
 
 from composer.recipe._components import SECTIONS, TARGET, Component, Components, Section, build, signature
 from composer.recipe._read import Key, Recipe, nearest, read
 from composer.trainer import Trainer
 from composer_dist import dist, reproducibility
+from composer_dist.initialize import DEFAULT_TIMEOUT_S
 from composer_events.evaluator import Evaluator
 
 # Names in other configuration files of language models, with ours.
@@ -79,6 +82,9 @@ class Plan:
             ValueError, TypeError: If an argument is invalid; a note gives file and line.
         """
         plans, seed = dict(self._plans), self._plans.get("seed")
+        # Models and datasets may call collectives; the Trainer would start them only later.
+        if dist.get_world_size() > 1:
+            dist.initialize_dist(plans.get("device"), plans.get("dist_timeout", DEFAULT_TIMEOUT_S))
         if seed is not None:
             reproducibility.seed_all(seed)  # for the weights of the model
         tokenizer = self._own.get("tokenizer")
@@ -118,7 +124,10 @@ class Plan:
             if "parallelism_config" in values:
                 raise self._recipe.error(("fsdp_config",), "belongs into parallelism_config, which the recipe has.")
             if values["fsdp_config"]:
-                values["parallelism_config"] = {"fsdp": values["fsdp_config"]}
+                settings: Any = dict(values["fsdp_config"])
+                if isinstance(values.get("model"), dict) and values["model"].get("init_device") == "mixed":
+                    settings.setdefault("sync_module_states", True)  # only rank 0 has the weights
+                values["parallelism_config"] = {"fsdp": settings}
         return values
 
     def _check_own(self) -> None:
@@ -190,7 +199,10 @@ def load_recipe(
 def _optimizers(plan: Any, model: Any) -> Any:
     if isinstance(plan, list):
         return [_optimizers(each, model) for each in cast("list[Any]", plan)]
-    return build(plan, {"model": model, "params": model.parameters()})
+    params = signature(plan.target).get("params")
+    # Muon takes the model, which tells what its matrices are for.
+    takes_model = params is not None and torch.nn.Module in typing.get_args(params.annotation)
+    return build(plan, {"model": model, "params": model if takes_model else model.parameters()})
 
 
 def _load_tokenizer(path: str, **kwargs: Any) -> Any:
