@@ -1,7 +1,8 @@
 """From a recipe to a Trainer."""
 
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
@@ -206,7 +207,4 @@ def _optimizers(plan: Any, model: Any) -> Any:
 
 
 def _load_tokenizer(path: str, **kwargs: Any) -> Any:
-    from transformers import AutoTokenizer  # an optional package
-
-    make: Callable[..., Any] = AutoTokenizer.from_pretrained
-    return make(path, **kwargs)
+    return import_module("transformers").AutoTokenizer.from_pretrained(path, **kwargs)  # an optional package
