@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from composer_dist.launch.args import option, parse_options
+from composer_dist.launch.args import Options, option, parse_options
 from composer_dist.launch.main import check_command
 
 __all__ = ["main"]
@@ -63,6 +63,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _make_job(asked: argparse.Namespace) -> _Job:
+    _check_options(asked)
+    arguments = asked.command[asked.command[:1] == ["--"] :]
+    if not arguments or Path(arguments[0]).name != "composer":
+        raise ValueError(f"the command {arguments[:1]} must be composer, as in `... -- composer -N 2 train.py`.")
+    program, *arguments = arguments
+    launch = parse_options(arguments)
+    _check_launch(launch)
+    if asked.to != "kubernetes":  # its image has files of its own
+        check_command(launch)
+    num_gpus = (launch.nproc or 0) if asked.gpus_per_node is None else asked.gpus_per_node
+    if asked.to == "skypilot" and num_gpus and asked.gpu_type is None:
+        raise ValueError(
+            f"{num_gpus} GPUs per node need a --gpu-type for SkyPilot, such as H100, or --gpus-per-node 0."
+        )
+    timeout = [f"--shutdown-timeout={asked.grace - _END_S}"] if launch.shutdown_timeout is None else []
+    return _Job(
+        name=_name(asked.name, launch.training_script),
+        num_nodes=int(launch.nnodes or 1),
+        num_gpus=num_gpus,
+        command=[program, *timeout, *_without_nodes(arguments, len(launch.training_script_args))],
+        env=dict(_variable(text) for text in asked.env),
+        image=asked.image,
+        grace_s=asked.grace,
+        asked=asked,
+    )
+
+
+def _check_options(asked: argparse.Namespace) -> None:
     for system, names in _ONLY.items():
         for name in names:
             if asked.to != system and getattr(asked, name) is not None:
@@ -71,58 +99,35 @@ def _make_job(asked: argparse.Namespace) -> _Job:
         raise ValueError(
             "--to kubernetes needs the image of the containers. Give --image, such as one of Containerfile."
         )
+    if asked.to == "kubernetes" and asked.gpu_type is not None:
+        raise ValueError("--gpu-type cannot be combined with --to kubernetes. Add a nodeSelector to the manifest.")
     if asked.grace < _MIN_GRACE_S:
         raise ValueError(f"--grace={asked.grace!r} must be {_MIN_GRACE_S} seconds or more, to save a checkpoint.")
-    arguments = asked.command[asked.command[:1] == ["--"] :]
-    if not arguments or Path(arguments[0]).name != "composer":
-        raise ValueError(f"the command {arguments[:1]} must be composer, as in `... -- composer -N 2 train.py`.")
-    program, *arguments = arguments
-    launch = parse_options(arguments)
+
+
+def _check_launch(launch: Options) -> None:
     for name in _PLACES:
         if getattr(launch, name) not in (None, ""):
             raise ValueError(f"{option(name)} cannot be combined with composer submit: the cluster gives it.")
     if not (launch.nnodes or "1").isdecimal():
         raise ValueError(f"--nnodes={launch.nnodes!r} must be a number of nodes, since the job asks for them.")
-    if asked.to != "kubernetes":  # its image has files of its own
-        check_command(launch)
-    num_gpus = (launch.nproc or 0) if asked.gpus_per_node is None else asked.gpus_per_node
-    if asked.to == "skypilot" and num_gpus and asked.gpu_type is None:
-        raise ValueError(
-            f"{num_gpus} GPUs per node need a --gpu-type for SkyPilot, such as H100, or --gpus-per-node 0."
-        )
-    name = re.sub(r"[^a-z0-9]+", "-", Path(launch.training_script).stem.lower()) if asked.name is None else asked.name
+
+
+def _name(given: str | None, script: str) -> str:
+    name = re.sub(r"[^a-z0-9]+", "-", Path(script).stem.lower()) if given is None else given
     if not re.fullmatch(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", name):
         raise ValueError(
             f"--name={name!r} must be 1 to 40 lowercase letters, digits and hyphens, and begin with a letter. Give one."
         )
-    return _Job(
-        name=name,
-        num_nodes=int(launch.nnodes or 1),
-        num_gpus=num_gpus,
-        command=[
-            program,
-            *_command(
-                asked.grace,
-                arguments,
-                len(launch.training_script_args),
-                has_timeout=launch.shutdown_timeout is not None,
-            ),
-        ],
-        env=dict(_variable(text) for text in asked.env),
-        image=asked.image,
-        grace_s=asked.grace,
-        asked=asked,
-    )
+    return name
 
 
-def _command(grace_s: int, arguments: Sequence[str], num_of_script: int, *, has_timeout: bool) -> list[str]:
-    """Return the command of each node: without the number of nodes, and with time for a checkpoint after a signal."""
+def _without_nodes(arguments: Sequence[str], num_of_script: int) -> list[str]:
     split = len(arguments) - num_of_script - 1
     nodes = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     nodes.add_argument("-N", "--nnodes")
     _, kept = nodes.parse_known_args(arguments[:split])
-    timeout = [] if has_timeout else [f"--shutdown-timeout={grace_s - _END_S}"]
-    return [*timeout, *kept, *arguments[split:]]
+    return [*kept, *arguments[split:]]
 
 
 def _variable(text: str) -> tuple[str, str]:
@@ -211,38 +216,62 @@ def _slurm(job: _Job) -> str:
     )
 
 
+# Without it, worker processes of a DataLoader have 64 MB to share.
+_SHM = {"name": "shm", "emptyDir": {"medium": "Memory"}}
+_SHM_MOUNT = {"name": "shm", "mountPath": "/dev/shm"}
+
+
 def _kubernetes(job: _Job) -> str:
-    asked = job.asked
-    metadata = {"name": job.name} | ({"namespace": asked.namespace} if asked.namespace else {})
-    # Without it, worker processes of a DataLoader have 64 MB to share.
-    shm = {"name": "shm", "emptyDir": {"medium": "Memory"}}
-    mounts = [{"name": "shm", "mountPath": "/dev/shm"}]
-    env = [{"name": name, "value": value} for name, value in ({"COMPOSER_RUN_NAME": job.name} | dict(job.env)).items()]
-    gpus = {"limits": {"nvidia.com/gpu": job.num_gpus}} if job.num_gpus else {}
-    if asked.kind == "trainjob":
-        trainer: dict[str, Any] = {"image": job.image, "command": job.command, "numNodes": job.num_nodes, "env": env}
-        trainer |= {"resourcesPerNode": gpus} if gpus else {}
-        pod: dict[str, Any] = {
-            "terminationGracePeriodSeconds": job.grace_s,
-            "volumes": [shm],
-            "containers": [{"name": _CONTAINER, "volumeMounts": mounts}],
-        }
-        node = {"name": _CONTAINER, "template": {"spec": {"template": {"spec": pod}}}}
-        patch = {
-            "manager": "composer.submit",
-            "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [node]}}},
-        }
-        spec = {"runtimeRef": {"name": "torch-distributed"}, "trainer": trainer, "runtimePatches": [patch]}
-        return _yaml(
-            {"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob", "metadata": metadata, "spec": spec}
-        )
+    kind, version, spec = (
+        ("TrainJob", "trainer.kubeflow.org/v1alpha1", _train_job(job))
+        if job.asked.kind == "trainjob"
+        else ("JobSet", "jobset.x-k8s.io/v1alpha2", _job_set(job))
+    )
+    metadata = {"name": job.name} | ({"namespace": job.asked.namespace} if job.asked.namespace else {})
+    return _yaml({"apiVersion": version, "kind": kind, "metadata": metadata, "spec": spec})
+
+
+def _variables(job: _Job, place: Mapping[str, str]) -> list[dict[str, str]]:
+    values = {"COMPOSER_RUN_NAME": job.name, **job.env, **place}
+    return [{"name": name, "value": value} for name, value in values.items()]
+
+
+def _gpus(job: _Job, field: str) -> dict[str, Any]:
+    return {field: {"limits": {"nvidia.com/gpu": job.num_gpus}}} if job.num_gpus else {}
+
+
+def _train_job(job: _Job) -> dict[str, Any]:
+    pod = {
+        "terminationGracePeriodSeconds": job.grace_s,
+        "volumes": [_SHM],
+        "containers": [{"name": _CONTAINER, "volumeMounts": [_SHM_MOUNT]}],
+    }
+    node = {"name": _CONTAINER, "template": {"spec": {"template": {"spec": pod}}}}
+    trainer = {"image": job.image, "command": job.command, "numNodes": job.num_nodes, "env": _variables(job, {})}
+    return {
+        "runtimeRef": {"name": "torch-distributed"},
+        "trainer": trainer | _gpus(job, "resourcesPerNode"),
+        "runtimePatches": [
+            {
+                "manager": "composer.submit",
+                "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [node]}}},
+            }
+        ],
+    }
+
+
+def _job_set(job: _Job) -> dict[str, Any]:
     place = {
         "COMPOSER_NUM_NODES": str(job.num_nodes),
         "COMPOSER_MASTER_ADDR": f"{job.name}-{_CONTAINER}-0-0.{job.name}",
     }
-    container = {"name": _CONTAINER, "image": job.image, "command": job.command, "volumeMounts": mounts}
-    container["env"] = env + [{"name": name, "value": value} for name, value in place.items()]
-    container |= {"resources": gpus} if gpus else {}
+    container = {
+        "name": _CONTAINER,
+        "image": job.image,
+        "command": job.command,
+        "env": _variables(job, place),
+        "volumeMounts": [_SHM_MOUNT],
+    }
     interruptions = [
         {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
         # Nodes whose ranks have stopped together with those of an interrupted one.
@@ -251,8 +280,8 @@ def _kubernetes(job: _Job) -> str:
     pod = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": job.grace_s,
-        "containers": [container],
-        "volumes": [shm],
+        "containers": [container | _gpus(job, "resources")],
+        "volumes": [_SHM],
     }
     of_job = {
         "completionMode": "Indexed",
@@ -267,11 +296,10 @@ def _kubernetes(job: _Job) -> str:
         "action": "RestartJobSetAndIgnoreMaxRestarts",
         "onJobFailureReasons": ["PodFailurePolicy"],
     }
-    spec = {
+    return {
         "failurePolicy": {"maxRestarts": _MAX_RESTARTS, "rules": [rule]},
         "replicatedJobs": [{"name": _CONTAINER, "replicas": 1, "template": {"spec": of_job}}],
     }
-    return _yaml({"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": metadata, "spec": spec})
 
 
 def _skypilot(job: _Job) -> str:

@@ -77,7 +77,7 @@ def _prepare(arguments: Sequence[str]) -> Callable[[], int]:
             endpoint = rendezvous.endpoint
             host = endpoint.rpartition(":")[0] if ":" in endpoint else endpoint
             if host := host.strip("[]"):  # of an IPv6 address
-                timeout_s = _RESOLVE_TIMEOUT_S if rendezvous.max_nodes > 1 else 0
+                timeout_s = _RESOLVE_TIMEOUT_S * (rendezvous.max_nodes > 1)
                 _wait_for_address(f"--rdzv-endpoint={endpoint!r}", host, timeout_s)
     elif topology is not None:
         check_meeting_point(topology)
