@@ -41,6 +41,7 @@ from composer_checkpoint.state import (
 from composer_checkpoint.stores.base import parse_uri
 from composer_checkpoint.stores.databricks import EXPERIMENT_PLACEHOLDER, RUN_PLACEHOLDER
 from composer_dist import dist
+from composer_dist.progress import recorder_of_environment
 from composer_events.arguments import check_counts, check_flags, check_names, check_places, check_seconds, to_interval
 from composer_events.callback import Callback
 from composer_events.event import Event
@@ -585,6 +586,8 @@ class CheckpointSaver(Callback):
         if self.rank_saves_symlinks and job.link is not None and not parse_uri(job.path).backend:
             replace_pointer(job.link, own_file(job.path))
         self._committed.append(job)
+        if (recorder := recorder_of_environment()) is not None:
+            recorder.note_checkpoint(job.timestamp.num_batches)
 
     def _finish_committed(self, logger: "Logger") -> None:
         while self._committed:  # the background thread may append to it

@@ -20,6 +20,8 @@ import torch
 from composer.loggers._service_queue import Snapshot, as_number
 from composer.loggers._text_output import to_plain
 from composer.loggers.file_logger import KeptFile
+from composer.trainer._rank_sync import TOTAL
+from composer_dist.progress import recorder_of_environment
 from composer_events.event import Event
 from composer_events.state import State
 
@@ -181,6 +183,13 @@ class StepTime:
         self._since = now
 
 
+def _note_loss(line: Mapping[str, Any]) -> None:
+    """Record the loss of a line for the launcher: here its value has arrived on the host."""
+    loss, recorder = line["metrics"].get(TOTAL), recorder_of_environment()
+    if recorder is not None and isinstance(loss, float):
+        recorder.note_loss(loss, line["batch"])
+
+
 _PLAIN = frozenset({bool, int, float})
 
 
@@ -221,6 +230,7 @@ class MetricLines:
             if line["metrics"]:  # empty if all values were text or on a failed device
                 self._file.write(json.dumps(line).encode() + b"\n")
                 self.num_lines += 1
+                _note_loss(line)
 
     def flush(self) -> None:
         """Write the lines whose values are available, so that readers of the file see them."""

@@ -53,7 +53,7 @@ from composer.trainer._fit_settings import (
     to_duration,
 )
 from composer.trainer._microbatching import HalveOnOom, Microbatching
-from composer.trainer._progress import Clock, Progress
+from composer.trainer._progress import Clock, Progress, make_engine
 from composer.trainer._rank_sync import Ranks, broadcast_error
 from composer.trainer._regions import RecompilationMonitor, compile_model, split_config
 from composer.trainer._report import Report, TrainMetrics, log_run_facts
@@ -71,7 +71,6 @@ from composer_events.batches import ensure_tuple
 from composer_events.callback import Callback
 from composer_events.data_position import DataPosition
 from composer_events.data_spec import ensure_data_spec
-from composer_events.engine import Engine
 from composer_events.evaluator import Evaluator
 from composer_events.event import Event
 from composer_events.logger import Logger
@@ -331,7 +330,7 @@ class Runtime:
         self.position = DataPosition.attach(self.state, arguments.spin_dataloaders)
         self.position.share = strategies.share_of_data(self.strategy)
         self.logger = Logger(self.state, resolved.destinations)
-        self.engine = Engine(self.state, self.logger, arguments.algorithm_passes)
+        self.engine = make_engine(self.state, self.logger, arguments.algorithm_passes)
         take_signals(self.engine)
         self._take_model(resolved.model)
         self.preemption = Preemption(self.state, self.logger, self.saver)

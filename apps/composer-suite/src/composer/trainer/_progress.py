@@ -7,8 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from composer.trainer._rank_sync import Ranks
-from composer_events.engine import Engine
+from composer_dist.progress import Recorder, recorder_of_environment
+from composer_events.engine import Engine, Traces
 from composer_events.event import Event
+from composer_events.logger import Logger
 from composer_events.state import State
 from composer_time import Time, Timestamp
 
@@ -17,6 +19,31 @@ def has_time_left(state: State) -> bool:
     """Return whether `max_duration` has not been reached."""
     max_duration = state.max_duration
     return max_duration is not None and state.timestamp < max_duration
+
+
+class RecordedEngine(Engine):
+    """An engine that records each event for the launcher, which finds ranks without progress."""
+
+    def __init__(self, state: State, logger: Logger, algorithm_passes: Any, recorder: Recorder) -> None:
+        super().__init__(state, logger, algorithm_passes)
+        self._recorder = recorder
+
+    def run_event(self, event: Event | str) -> Traces:
+        """Run the event, and record when its hooks begin and end."""
+        name, recorder = str(getattr(event, "value", event)), self._recorder
+        recorder.enter(name, self.state.timestamp)
+        try:
+            return super().run_event(event)
+        finally:
+            recorder.leave(name)
+
+
+def make_engine(state: State, logger: Logger, algorithm_passes: Any) -> Engine:
+    """Return the engine of a Trainer; one that records progress if a launcher reads it."""
+    recorder = recorder_of_environment()
+    if recorder is None:
+        return Engine(state, logger, algorithm_passes)
+    return RecordedEngine(state, logger, algorithm_passes, recorder)
 
 
 class Clock:

@@ -35,6 +35,8 @@ from composer_dist.launch.topology import (
     hook_environment,
 )
 from composer_dist.launch.workers import Ending, Signals, Workers
+from composer_dist.progress import VARIABLE as PROGRESS
+from composer_dist.progress import Board
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]  # documented there
@@ -94,6 +96,8 @@ class Launch:
         self._logs = Logs(options, os.environ)
         self._signals = Signals(options.signals_to_handle)
         self._guardian = Guardian(new_launch_id())
+        self.board: Board | None = None
+        """The progress of the ranks, once they are started; a new one for each attempt."""
 
     def __enter__(self) -> "Launch":
         return self
@@ -120,8 +124,11 @@ class Launch:
     def start(self, envs: dict[int, dict[str, str]]) -> dict[int, int]:
         """Start the ranks, and return their processes."""
         commands = {lr: child_command(self._options, {**os.environ, **env}) for lr, env in envs.items()}
-        for env in envs.values():
+        self._close_board()
+        self.board = Board(len(envs))  # new, since a process of the last attempt might still write
+        for local_rank, env in envs.items():
             env[LAUNCH_ID] = self._guardian.launch_id
+            env[PROGRESS] = self.board.slot(local_rank)
             env.update(hook_environment(self._options, os.environ))
         if self._workers is not None:
             self._workers.close()
@@ -209,6 +216,7 @@ class Launch:
             self.status = failures[0].status if failures else stopped
         self._leftovers += self._guardian.sweep(spare_detached=self.status == 0)
         self._guardian.close()
+        self._close_board()
         folder = self._logs.close(failed=self._has_failed_before or (self.status != 0 and workers is not None))
         if self._leftovers:
             _log.warning("Processes that the ranks had left behind were killed: %s.", sorted(set(self._leftovers)))
@@ -217,6 +225,11 @@ class Launch:
         elif folder is not None:
             level = logging.WARNING if self.status or self._has_failed_before else logging.INFO
             _log.log(level, "The logs are in %s", folder)
+
+    def _close_board(self) -> None:
+        if self.board is not None:
+            self.board.close()
+            self.board = None
 
     def _report(self, failures: Sequence[Ending], folder: str | None) -> None:
         assert self._workers is not None  # some have failed

@@ -1,0 +1,307 @@
+"""Progress of each rank in memory that it shares with its launcher.
+
+The launcher makes a `Board` with a slot for each of its ranks, and passes the slot in `COMPOSER_PROGRESS`. A rank
+writes its event, batch and time there, without a system call or a lock, and the launcher reads them at any time: the
+record of a rank remains when the rank is stuck, suspended or killed. Without a launcher nothing is written.
+"""
+
+import contextlib
+import mmap
+import os
+import struct
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from composer_time import Timestamp
+
+__all__ = ["VARIABLE", "PHASES", "Board", "Recorder", "RankProgress", "recorder_of_environment"]
+
+VARIABLE: Final = "COMPOSER_PROGRESS"
+"""The variable with a rank's slot and the file of the board, as `3@/path`."""
+
+PHASES: Final = ("start", "data", "train", "optimizer", "callbacks", "evaluation", "checkpoint", "between")
+"""What a rank does: before the first `fit`; waiting for data; forward and backward pass; the optimizer's step; hooks;
+evaluation or prediction; hooks that save or load; and between two calls of `fit`."""
+
+_SLOT_BYTES: Final = 256
+# The parts of a slot. Most marks write the second part only. Each part is written by one call, which copies it in one
+# piece; a reader sees halves at worst for an instant, and reads again.
+_HEAD: Final = struct.Struct("<QIId")  # PID, rank, attempt, time of start
+_MARK: Final = struct.Struct("<Qd24sB7x8d")  # counter, monotonic time, event, phase, seconds of each phase
+_STAMP: Final = struct.Struct("<QQQQ")  # epoch, batch, samples, tokens
+_FACTS: Final = struct.Struct("<dQdQ")  # loss, its batch; time of the last checkpoint since 1970, its batch
+_MARK_AT: Final = _HEAD.size
+_STAMP_AT: Final = _MARK_AT + _MARK.size
+_FACTS_AT: Final = _STAMP_AT + _STAMP.size
+assert _FACTS_AT + _FACTS.size <= _SLOT_BYTES
+
+# The work that follows an event, until the next one; and the kind of hooks that run on it.
+_AFTER: Final = {
+    "before_dataloader": "data",
+    "after_dataloader": "train",
+    "batch_start": "train",
+    "before_train_batch": "train",
+    "before_forward": "train",
+    "after_forward": "train",
+    "before_loss": "train",
+    "after_loss": "train",
+    "before_backward": "train",
+    "after_backward": "train",
+    "after_train_batch": "optimizer",
+    "before_load": "checkpoint",
+    "after_load": "start",
+    "init": "start",
+    "fit_end": "between",
+    "eval_after_all": "callbacks",
+    "eval_standalone_end": "between",
+    "predict_end": "between",
+}
+
+
+def phase_of(event: str, *, is_inside: bool) -> str:
+    """Return the phase while the hooks of an event run, or in the work that follows it."""
+    if event.endswith("_checkpoint") and is_inside:
+        return "checkpoint"
+    if not is_inside and event in _AFTER:
+        return _AFTER[event]
+    if event.startswith(("eval_", "predict_")):
+        return "evaluation"
+    return "callbacks"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankProgress:
+    """The recorded progress of a rank.
+
+    Attributes:
+        rank: The global rank.
+        pid: The process that trains; 0 if none has begun.
+        started_s: When it began, in seconds since 1970.
+        counter: Grows with each mark; odd while hooks of an event run.
+        time_s: Time of the last mark on this machine's monotonic clock.
+        event: The last event, such as `'before_forward'`.
+        phase: One of `PHASES`.
+        seconds: The time spent in each phase, up to the last mark.
+        epoch: Epochs done.
+        batch: Batches done.
+        samples: Samples trained on, by all ranks.
+        tokens: Tokens trained on, by all ranks.
+        loss: The last loss that the run recorded, `None` before the first. Recorded on rank 0 only.
+        loss_batch: The batch of that loss.
+        checkpoint_s: When the last checkpoint was complete, in seconds since 1970; `None` before the first.
+        checkpoint_batch: The batch of that checkpoint.
+    """
+
+    rank: int
+    pid: int
+    started_s: float
+    counter: int
+    time_s: float
+    event: str
+    phase: str
+    seconds: "Mapping[str, float]"
+    epoch: int
+    batch: int
+    samples: int
+    tokens: int
+    loss: float | None
+    loss_batch: int
+    checkpoint_s: float | None
+    checkpoint_batch: int
+
+    @property
+    def is_inside_event(self) -> bool:
+        """Return whether hooks of the event run, and not the work that follows it."""
+        return self.counter % 2 == 1
+
+
+class Board:
+    """The launcher's memory with the progress of its ranks, one slot for each.
+
+    Args:
+        num_ranks: The number of slots.
+
+    Example:
+        >>> board = Board(2)
+        >>> recorder = Recorder(board.slot(1), rank=1)
+        >>> recorder.enter("batch_end")
+        >>> board.read(1).event, board.read(1).phase, board.read(0).pid
+        ('batch_end', 'callbacks', 0)
+        >>> board.close()
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        size = max(1, num_ranks) * _SLOT_BYTES
+        if hasattr(os, "memfd_create") and Path("/proc/self/fd").exists():
+            # Without a name: nothing is left behind if the launcher is killed, and no disk can block a write.
+            self._file = os.memfd_create("composer-progress")
+            self.path = f"/proc/{os.getpid()}/fd/{self._file}"
+        else:
+            self._file, self.path = tempfile.mkstemp(prefix="composer_progress_")
+        os.ftruncate(self._file, size)
+        self._memory = mmap.mmap(self._file, size)
+        self.num_ranks = num_ranks
+
+    def slot(self, number: int) -> str:
+        """Return the value of `COMPOSER_PROGRESS` for a slot."""
+        return f"{number}@{self.path}"
+
+    def read(self, number: int) -> RankProgress:
+        """Return the progress in a slot."""
+        first = number * _SLOT_BYTES
+        raw = self._memory[first : first + _SLOT_BYTES]
+        for _ in range(3):  # two equal copies have no half-written part
+            again = self._memory[first : first + _SLOT_BYTES]
+            if again == raw:
+                break
+            raw = again
+        pid, rank, _, started_s = _HEAD.unpack_from(raw)
+        counter, time_s, event, phase, *seconds = _MARK.unpack_from(raw, _MARK_AT)
+        epoch, batch, samples, tokens = _STAMP.unpack_from(raw, _STAMP_AT)
+        loss, loss_batch, checkpoint_s, checkpoint_batch = _FACTS.unpack_from(raw, _FACTS_AT)
+        return RankProgress(
+            rank=rank,
+            pid=pid,
+            started_s=started_s,
+            counter=counter,
+            time_s=time_s,
+            event=event.rstrip(b"\0").decode(errors="replace"),
+            phase=PHASES[phase % len(PHASES)],
+            seconds=dict(zip(PHASES, seconds, strict=True)),
+            epoch=epoch,
+            batch=batch,
+            samples=samples,
+            tokens=tokens,
+            loss=loss if loss_batch or loss else None,
+            loss_batch=loss_batch,
+            checkpoint_s=checkpoint_s or None,
+            checkpoint_batch=checkpoint_batch,
+        )
+
+    def read_all(self) -> list[RankProgress]:
+        """Return the progress of the ranks that have begun to record it."""
+        return [progress for progress in map(self.read, range(self.num_ranks)) if progress.pid]
+
+    def close(self) -> None:
+        """Release the memory."""
+        self._memory.close()
+        os.close(self._file)
+        if not self.path.startswith("/proc/"):
+            with contextlib.suppress(OSError):
+                os.unlink(self.path)
+
+
+class Recorder:
+    """Writer of one rank's progress, for its launcher.
+
+    Args:
+        slot: The value of `COMPOSER_PROGRESS`, or `None` for memory of this process only.
+        rank: The global rank.
+
+    Raises:
+        OSError: If the board cannot be opened, as in a container that does not share the launcher's processes.
+        ValueError: If another process of the rank has taken the slot.
+    """
+
+    def __init__(self, slot: str | None, rank: int) -> None:
+        number = 0
+        if slot is None:
+            self._memory = mmap.mmap(-1, _SLOT_BYTES)
+        else:
+            text, _, path = slot.partition("@")
+            number = int(text)
+            file = os.open(path, os.O_RDWR)
+            try:
+                self._memory = mmap.mmap(file, (number + 1) * _SLOT_BYTES)
+            finally:
+                os.close(file)
+        first = number * _SLOT_BYTES
+        owner: int = _HEAD.unpack_from(self._memory, first)[0]
+        if owner not in (0, os.getpid()) and _is_alive(owner):
+            raise ValueError(f"{VARIABLE}={slot!r} belongs to process {owner}. A rank has one process that trains.")
+        _HEAD.pack_into(self._memory, first, os.getpid(), rank, 0, time.time())
+        self._mark_at, self._stamp_at = first + _MARK_AT, first + _STAMP_AT
+        self._facts_at = first + _FACTS_AT
+        self._counter = 0
+        self._time_s = time.monotonic()
+        self._phase = 0
+        self._seconds = [0.0] * len(PHASES)
+        self._stamp: object = None
+        self._events: dict[str, tuple[bytes, int, int]] = {}
+        self._write(b"", 0)
+
+    def enter(self, event: str, stamp: "Timestamp | None" = None) -> None:
+        """Record that the hooks of an event begin, at a time in training."""
+        if stamp is not self._stamp and stamp is not None:  # the loop replaces the timestamp when it advances
+            self._stamp = stamp
+            _STAMP.pack_into(
+                self._memory,
+                self._stamp_at,
+                stamp.num_epochs,
+                stamp.num_batches,
+                int(stamp.num_samples),
+                stamp.num_tokens,
+            )
+        known = self._events.get(event)
+        if known is None:
+            known = self._events[event] = (
+                event.encode()[:24],
+                PHASES.index(phase_of(event, is_inside=True)),
+                PHASES.index(phase_of(event, is_inside=False)),
+            )
+        self._counter += 1 + self._counter % 2  # odd, also if the last event was not left
+        self._write(known[0], known[1])
+
+    def leave(self, event: str) -> None:
+        """Record that the hooks of an event have ended, and the work that follows begins."""
+        known = self._events[event]
+        self._counter += self._counter % 2
+        self._write(known[0], known[2])
+
+    def note_loss(self, loss: float, batch: int) -> None:
+        """Record a loss whose value is on the host."""
+        _, _, checkpoint_s, checkpoint_batch = _FACTS.unpack_from(self._memory, self._facts_at)
+        _FACTS.pack_into(self._memory, self._facts_at, loss, batch, checkpoint_s, checkpoint_batch)
+
+    def note_checkpoint(self, batch: int) -> None:
+        """Record that a checkpoint of a batch is complete."""
+        loss, loss_batch, _, _ = _FACTS.unpack_from(self._memory, self._facts_at)
+        _FACTS.pack_into(self._memory, self._facts_at, loss, loss_batch, time.time(), batch)
+
+    def _write(self, event: bytes, phase: int) -> None:
+        now = time.monotonic()
+        seconds = self._seconds
+        seconds[self._phase] += now - self._time_s
+        self._phase, self._time_s = phase, now
+        _MARK.pack_into(self._memory, self._mark_at, self._counter, now, event, phase, *seconds)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+_recorder: Recorder | None = None
+
+
+def recorder_of_environment() -> Recorder | None:
+    """Return this process's recorder for its launcher, or `None` without a launcher that reads it."""
+    global _recorder
+    slot = os.environ.get(VARIABLE)
+    if _recorder is None and slot:
+        try:
+            _recorder = Recorder(slot, int(os.environ.get("RANK", "0")))
+        except (OSError, ValueError):  # another process of this rank trains, or the launcher's memory is out of reach
+            return None
+    return _recorder
