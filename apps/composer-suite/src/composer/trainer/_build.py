@@ -91,7 +91,7 @@ class ResolvedArguments:
         attachments.set_log_level(arguments.python_log_level)
         check_kinds(arguments)
         config, self.regions = arguments.compile_config, None
-        if config:
+        if isinstance(config, Mapping):  # anything else is refused below
             self.regions, config = split_config(config)
         given, self.compile_config, self.is_compiled = strategies.unwrap_compiled(config, arguments.model)
         self.has_cuda_graphs = strategies.uses_cuda_graphs(self.compile_config, arguments.model)

@@ -63,6 +63,7 @@ def _launch(arguments: Sequence[str]) -> int:
 def _prepare(arguments: Sequence[str]) -> Callable[[], int]:
     """Check the command line and return a function that carries it out."""
     options = parse_options(arguments)
+    _find_interpreter(options)
     _configure_logging(options)
     nproc = resolve_nproc(options, os.environ, _count_accelerators)
     topology = resolve(options, os.environ, nproc) if options.nnodes is None else None
@@ -89,6 +90,20 @@ def _prepare(arguments: Sequence[str]) -> Callable[[], int]:
         return lambda: run_elastic(options, rendezvous)
     assert topology is not None
     return lambda: run(options, topology)
+
+
+def _find_interpreter(options: Options) -> None:
+    """Run a script by the module that a distribution has for files with its ending, such as recipes in YAML.
+
+    The module is an entry point of the group `composer.scripts`, whose name is the ending without its dot.
+    """
+    script = options.training_script
+    ending = os.path.splitext(script)[1].removeprefix(".")
+    if ending in ("", "py") or options.module_mode or options.command_mode or not os.path.exists(script):
+        return
+    for found in entry_points(group="composer.scripts", name=ending):
+        options.training_script_args = [script, *options.training_script_args]
+        options.training_script, options.module_mode = found.value, True
 
 
 def _configure_logging(options: Options) -> None:
