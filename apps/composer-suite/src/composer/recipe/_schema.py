@@ -1,9 +1,6 @@
-"""The JSON Schema of recipes, for completion and checks in editors."""
+"""The JSON Schema of recipes."""
 
-import argparse
 import inspect
-import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
@@ -74,11 +71,3 @@ def _type(annotation: Any) -> dict[str, Any]:
     except (PydanticInvalidForJsonSchema, TypeError):
         return {}
     return {"anyOf": [schema, _REFERENCE]} if schema and "$defs" not in schema else {}
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the schema: the command `composer schema`."""
-    parser = argparse.ArgumentParser(prog="composer schema", description="Print the JSON Schema of recipes.")
-    parser.parse_args(arguments)
-    sys.stdout.write(json.dumps(make_schema(), indent=1) + "\n")
-    return 0

@@ -1,4 +1,4 @@
-"""The command `composer sweep`: train a recipe once for each combination of values."""
+"""The command `composer sweep`: train a recipe once for each combination of values, and compare the runs."""
 
 import re
 import shlex
