@@ -76,12 +76,10 @@ class LogsAtIntervals(Callback):
     """One concern, with an interval of its own."""
 
     def __init__(self, interval):
-        self.is_due = create_interval_scheduler(interval, include_end_of_training=True, checkpoint_events=False)
-        self.last = None
+        self.is_due = create_interval_scheduler(interval, include_end_of_training=True)
 
     def run_event(self, event, state, logger):
-        if event in (Event.BATCH_END, Event.FIT_END) and self.is_due(state, event) and self.last != state.timestamp:
-            self.last = state.timestamp
+        if self.is_due(state, event):
             logger.log_metrics({"project/tokens": int(state.timestamp.get(TimeUnit.TOKEN))})
 
 
