@@ -144,11 +144,10 @@ def test_a_trainer_of_language_models_with_registries_of_its_own(tmp_path):
     (logged,) = [each for each in whole.logger.destinations if isinstance(each, InMemoryLogger)]
     assert [value for _, value in logged.data["project/tokens"]] == [96, 192, 256]
     assert "metrics/eval/LanguageCrossEntropy" in logged.data
-    batch = {"input_ids": torch.zeros(1, 8, dtype=torch.long)}
-    model = whole.state.model
-    exported = tmp_path / "exported.pt"
-    export_for_inference(model, "torchscript", str(exported), sample_input=(batch,))
-    torch.testing.assert_close(torch.jit.load(exported)(batch), model.eval()(batch))
+    batch, model = {"input_ids": torch.zeros(1, 8, dtype=torch.long)}, whole.state.model
+    export_for_inference(model, "export", tmp_path / "gpt.pt2", sample_input=(batch,))
+    exported = torch.export.load(tmp_path / "gpt.pt2").module()
+    torch.testing.assert_close(exported(batch), model.eval()(batch))
 
 
 # A BERT that is trained on one task after another in one process.
