@@ -1,0 +1,191 @@
+"""Which rank of a run without progress is stuck, where, and which ranks only wait for it."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from composer_dist.launch.stacks import Stack
+from composer_dist.progress import RankProgress
+
+_UNFINISHED = ("start", "data", "train", "optimizer", "callbacks", "evaluation", "checkpoint")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """The state of one rank of a run without progress, as plain values that nodes can exchange.
+
+    Attributes:
+        rank: The global rank.
+        idle_s: Seconds since its last progress.
+        where: Its event and batch, as in `batch_end of batch 3`.
+        phase: Its phase, one of `composer_dist.progress.PHASES`.
+        batch: Batches done.
+        exit_code: Its exit code if it has ended.
+        is_suspended: Whether it is suspended.
+        collective: The operation in which it waits according to its stack, or `None`.
+        doing: What it does otherwise, as a verb phrase.
+        last: Its last collective in each process group, from torch's flight recorder.
+    """
+
+    rank: int
+    idle_s: float
+    where: str
+    phase: str
+    batch: int
+    exit_code: int | None = None
+    is_suspended: bool = False
+    collective: str | None = None
+    doing: str = ""
+    last: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The ranks that are stuck, and the others.
+
+    Attributes:
+        stuck: What each stuck rank does, in words that follow `rank N`.
+        waiting: The same for the ranks that wait for them.
+        cause: A sentence about a disagreement between ranks, or an empty text.
+    """
+
+    stuck: Mapping[int, str]
+    waiting: Mapping[int, str]
+    cause: str = ""
+
+
+def view(
+    rank: int,
+    progress: RankProgress,
+    idle_s: float,
+    stack: Stack | None,
+    collectives: Sequence[Mapping[str, Any]],
+    exit_code: int | None,
+) -> View:
+    """Return the view of a rank."""
+    return View(
+        rank=rank,
+        idle_s=idle_s,
+        where=_where(progress),
+        phase=progress.phase if progress.pid else "start",
+        batch=progress.batch,
+        exit_code=exit_code,
+        is_suspended=stack is not None and stack.is_suspended,
+        collective=None if stack is None else stack.collective,
+        doing="" if stack is None else _doing(stack, progress),
+        last={" ".join(map(str, entry["group"])): dict(entry) for entry in collectives},  # the last of each group wins
+    )
+
+
+def decide(views: Sequence[View]) -> Verdict:
+    """Return which ranks are stuck.
+
+    A rank is stuck if it has ended, is suspended, or runs code outside a collective while others wait in one. If all
+    wait in collectives, their last ones are compared: different operations, shapes, or numbers of them.
+    """
+    running = [each for each in views if each.exit_code is None]
+    behind = min((each.batch for each in running), default=0)
+    # A rank that has finished its training may end before the others.
+    left = [
+        each for each in views if each.exit_code is not None and (each.phase in _UNFINISHED or each.batch < behind)
+    ]
+    gone = [*left, *(each for each in running if each.is_suspended)]
+    awake = [each for each in running if not each.is_suspended]
+    active = [each for each in awake if each.collective is None and each.phase != "between"]
+    if active and not gone:
+        # On a GPU, a rank that waits for its device is not inside a collective, which its device waits in.
+        active = [each for each in active if not _waits_for_another(each, views)] or active
+    stuck = gone if gone else active
+    if stuck:
+        return _verdict(stuck, views)
+    cause = compare_collectives(awake)
+    odd = [each for each in awake if each.rank in _minority(awake)] or awake
+    return _verdict(odd if cause else awake, views, cause)
+
+
+def compare_collectives(views: Sequence[View]) -> str:
+    """Return a sentence about the first difference between the last collectives of ranks, or an empty text."""
+    for group in dict.fromkeys(name for each in views for name in each.last):
+        calls = {each.rank: each.last[group] for each in views if group in each.last}
+        if len(calls) < 2 or all(entry["is_done"] for entry in calls.values()):
+            continue
+        if len({_signature(entry) for entry in calls.values()}) > 1:
+            listed = "; ".join(f"rank {rank}: {_call(entry)}" for rank, entry in sorted(calls.items()))
+            return f"the ranks called different collectives: {listed}"
+    names = {each.rank: each.collective for each in views if each.collective}
+    if len(set(names.values())) > 1 and not any(each.last for each in views):
+        listed = "; ".join(f"rank {rank}: {name}" for rank, name in sorted(names.items()))
+        return f"the ranks called different collectives: {listed}"
+    return ""
+
+
+def _minority(views: Sequence[View]) -> set[int]:
+    """Return the ranks whose last collective differs from that of most ranks."""
+    for group in dict.fromkeys(name for each in views for name in each.last):
+        signatures = {each.rank: _signature(each.last[group]) for each in views if group in each.last}
+        (common, count), *others = Counter(signatures.values()).most_common()
+        if others and count > others[0][1]:
+            return {rank for rank, signature in signatures.items() if signature != common}
+    return set()
+
+
+def _waits_for_another(each: View, views: Sequence[View]) -> bool:
+    """Return whether a rank has called a collective that is not done and that another rank has not called."""
+    return any(
+        not entry["is_done"]
+        and any(name in other.last and other.last[name]["sequence"] < entry["sequence"] for other in views)
+        for name, entry in each.last.items()
+    )
+
+
+def _signature(entry: Mapping[str, Any]) -> tuple[Any, ...]:
+    return entry["sequence"], entry["name"], str(entry["shapes"]), str(entry["dtypes"])
+
+
+def _call(entry: Mapping[str, Any]) -> str:
+    name, state = str(entry["name"]).rpartition(":")[2], "done" if entry["is_done"] else "not done"
+    return f"{name} number {entry['sequence']} of {entry['dtypes']} {entry['shapes']} ({state})"
+
+
+def _verdict(stuck: Sequence[View], views: Sequence[View], cause: str = "") -> Verdict:
+    ranks = {each.rank for each in stuck}
+    others = [each for each in views if each.rank not in ranks and each.exit_code is None]
+    return Verdict({each.rank: _describe(each) for each in stuck}, {each.rank: _describe(each) for each in others}, cause)
+
+
+def _describe(each: View) -> str:
+    if each.exit_code is not None:
+        return f"ended with exit code {each.exit_code} {each.where}, while other ranks still trained"
+    if each.is_suspended:
+        return f"is suspended (SIGSTOP) {each.where}"
+    if each.collective is not None:
+        pending = [entry for entry in each.last.values() if not entry["is_done"]]
+        call = f": {_call(pending[-1])}" if pending else ""
+        return f"waits in {each.collective} {each.where}{call}"
+    return f"{each.doing or 'made no progress'} {each.where}"
+
+
+def _where(progress: RankProgress) -> str:
+    if not progress.pid:
+        return "before its training"
+    if not progress.event:
+        return "at the start"
+    side = "on" if progress.is_inside_event else "after"
+    return f"{side} {progress.event} of batch {progress.batch}"
+
+
+def _doing(stack: Stack, progress: RankProgress) -> str:
+    frame = stack.own_frame
+    if frame is None:
+        state = "" if stack.state is None else f" (state {stack.state})"
+        return f"did not write its stack{state}"
+    if stack.waits_for_worker:
+        workers = "".join(f"; worker PID {pid} is in {inner}" for pid, inner in stack.workers)
+        return f"waits for a worker of its dataloader{workers}"
+    activity = {"R": "is running", "D": "waits for a disk or a device"}.get(stack.state or "", "is waiting")
+    if stack.waits_for_lock:
+        activity = "waits for another thread"
+    what = " in a save or a load" if progress.phase == "checkpoint" else ""
+    inner = "" if frame == stack.frames[0] else f", inside {stack.frames[0]}"
+    return f"{activity}{what} in {frame}{inner}"
