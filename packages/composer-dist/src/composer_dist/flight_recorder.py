@@ -42,7 +42,8 @@ def last_collectives(most: int = _MOST) -> list[dict[str, Any]]:
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         with contextlib.suppress(Exception):  # of any kind: the names and arguments depend on the version
             dump = getattr(native, name)
-            found += map(_plain, json.loads(dump(includeCollectives=True)).get("entries", ()))
+            entries = json.loads(dump(includeCollectives=True)).get("entries", ())
+            found += [_plain(entry) for entry in entries if not entry["is_p2p"]]  # pairs of ranks count separately
     found.sort(key=lambda entry: entry["time_ns"])
     return found[-most:]
 
@@ -51,7 +52,7 @@ def _plain(entry: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "name": entry["profiling_name"],
         "group": list(entry["process_group"]),
-        "sequence": entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"],
+        "sequence": entry["collective_seq_id"],
         "shapes": entry["input_sizes"],
         "dtypes": entry["input_dtypes"],
         "is_done": bool(entry.get("retired")) or entry.get("state") == "completed",

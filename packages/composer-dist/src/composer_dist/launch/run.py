@@ -30,7 +30,7 @@ from composer_dist.launch.args import (
 )
 from composer_dist.launch.guardian import LAUNCH_ID, Guardian, new_launch_id
 from composer_dist.launch.output import Logs
-from composer_dist.launch.report import brief, crash_report, is_on_console, root_cause, say
+from composer_dist.launch.report import brief, crash_report, is_on_console, root_cause, say, waited_for_another
 from composer_dist.launch.topology import (
     FREE_PORT,
     Rendezvous,
@@ -171,7 +171,7 @@ class Launch:
             self._signals.followed = signum
             return
         with self._signals.while_ending(signum):
-            failures = workers.failures() if signum is None else []
+            failures = self._find_failures(workers) if signum is None else []
             is_told = bool(failures) and is_on_console(failures[0])
             if is_told:  # one line, so that the rank's own output stays in view
                 say(brief(failures[0], self._logs.root_log_dir))
@@ -186,6 +186,16 @@ class Launch:
             self._logs.stop_copies()
         if self._options.is_elastic:
             self._signals.catch_up()
+
+    def _find_failures(self, workers: Workers) -> list[Ending]:
+        """Return the ranks that failed; a rank for which the first of them waited comes first."""
+        failures, exits = workers.failures(), workers.exit_codes
+        if failures and not workers.has_verdict and (waited_for_another(failures[0]) or 0 in exits.values()):
+            verdict = self._watch.examine(exits, [ending.local_rank for ending in failures])
+            if verdict is not None:
+                workers.take_verdict(verdict)
+                return workers.failures()
+        return failures
 
     def tell_failure(self) -> None:
         """Report the failure of an attempt that is followed by another one."""

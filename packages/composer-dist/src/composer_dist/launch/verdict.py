@@ -3,11 +3,12 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from composer_dist.launch.stacks import Stack
 from composer_dist.progress import RankProgress
 
+Calls: TypeAlias = dict[str, dict[int, dict[str, Any]]]
 _UNFINISHED = ("start", "data", "train", "optimizer", "callbacks", "evaluation", "checkpoint")
 
 
@@ -25,7 +26,7 @@ class View:
         is_suspended: Whether it is suspended.
         collective: The operation in which it waits according to its stack, or `None`.
         doing: What it does otherwise, as a verb phrase.
-        last: Its last collective in each process group, from torch's flight recorder.
+        calls: Its last collectives in each process group by number, from torch's flight recorder.
     """
 
     rank: int
@@ -37,7 +38,7 @@ class View:
     is_suspended: bool = False
     collective: str | None = None
     doing: str = ""
-    last: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+    calls: "Calls" = field(default_factory=dict[str, dict[int, dict[str, Any]]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,9 @@ def view(
     exit_code: int | None,
 ) -> View:
     """Return the view of a rank."""
+    calls: Calls = {}
+    for entry in collectives:
+        calls.setdefault(" ".join(map(str, entry["group"])), {})[entry["sequence"]] = dict(entry)
     return View(
         rank=rank,
         idle_s=idle_s,
@@ -74,7 +78,7 @@ def view(
         is_suspended=stack is not None and stack.is_suspended,
         collective=None if stack is None else stack.collective,
         doing="" if stack is None else _doing(stack, progress),
-        last={" ".join(map(str, entry["group"])): dict(entry) for entry in collectives},  # the last of each group wins
+        calls=calls,
     )
 
 
@@ -87,9 +91,7 @@ def decide(views: Sequence[View]) -> Verdict:
     running = [each for each in views if each.exit_code is None]
     behind = min((each.batch for each in running), default=0)
     # A rank that has finished its training may end before the others.
-    left = [
-        each for each in views if each.exit_code is not None and (each.phase in _UNFINISHED or each.batch < behind)
-    ]
+    left = [each for each in views if each.exit_code is not None and (each.phase in _UNFINISHED or each.batch < behind)]
     gone = [*left, *(each for each in running if each.is_suspended)]
     awake = [each for each in running if not each.is_suspended]
     active = [each for each in awake if each.collective is None and each.phase != "between"]
@@ -99,59 +101,63 @@ def decide(views: Sequence[View]) -> Verdict:
     stuck = gone if gone else active
     if stuck:
         return _verdict(stuck, views)
-    cause = compare_collectives(awake)
-    odd = [each for each in awake if each.rank in _minority(awake)] or awake
-    return _verdict(odd if cause else awake, views, cause)
+    cause, minority = compare_collectives(awake)
+    return _verdict([each for each in awake if each.rank in minority] or awake, views, cause)
 
 
-def compare_collectives(views: Sequence[View]) -> str:
-    """Return a sentence about the first difference between the last collectives of ranks, or an empty text."""
-    for group in dict.fromkeys(name for each in views for name in each.last):
-        calls = {each.rank: each.last[group] for each in views if group in each.last}
-        if len(calls) < 2 or all(entry["is_done"] for entry in calls.values()):
+def compare_collectives(views: Sequence[View]) -> tuple[str, set[int]]:
+    """Return a sentence about the first difference between the collectives of ranks, and the ranks of the minority.
+
+    The sentence is empty without a difference, and the set without a minority.
+    """
+    for group in dict.fromkeys(name for each in views for name in each.calls):
+        calls = {each.rank: each.calls[group] for each in views if each.calls.get(group)}
+        if len(calls) < 2:
             continue
-        if len({_signature(entry) for entry in calls.values()}) > 1:
-            listed = "; ".join(f"rank {rank}: {_call(entry)}" for rank, entry in sorted(calls.items()))
-            return f"the ranks called different collectives: {listed}"
-    names = {each.rank: each.collective for each in views if each.collective}
-    if len(set(names.values())) > 1 and not any(each.last for each in views):
-        listed = "; ".join(f"rank {rank}: {name}" for rank, name in sorted(names.items()))
-        return f"the ranks called different collectives: {listed}"
-    return ""
-
-
-def _minority(views: Sequence[View]) -> set[int]:
-    """Return the ranks whose last collective differs from that of most ranks."""
-    for group in dict.fromkeys(name for each in views for name in each.last):
-        signatures = {each.rank: _signature(each.last[group]) for each in views if group in each.last}
-        (common, count), *others = Counter(signatures.values()).most_common()
-        if others and count > others[0][1]:
-            return {rank for rank, signature in signatures.items() if signature != common}
-    return set()
+        # Those before the first number that all ranks still know cannot be compared.
+        first = max(min(numbers) for numbers in calls.values())
+        for number in range(first, max(max(numbers) for numbers in calls.values()) + 1):
+            called = {rank: numbers[number] for rank, numbers in calls.items() if number in numbers}
+            missing = sorted(set(calls) - set(called))
+            kinds = Counter(_signature(entry) for entry in called.values())
+            if len(kinds) > 1:
+                listed = "; ".join(f"rank {rank}: {_call(entry)}" for rank, entry in sorted(called.items()))
+                (common, count), (_, second) = kinds.most_common(2)
+                odd = {rank for rank, entry in called.items() if _signature(entry) != common}
+                return f"the ranks called different collectives: {listed}", odd if count > second else set()
+            if missing and not all(entry["is_done"] for entry in called.values()):
+                call = _call(next(iter(called.values())))
+                ranks, others = (", ".join(map(str, each)) for each in (missing, sorted(called)))
+                return f"not all ranks called {call}: ranks {others} did, ranks {ranks} did not", set(missing)
+    return "", set()
 
 
 def _waits_for_another(each: View, views: Sequence[View]) -> bool:
     """Return whether a rank has called a collective that is not done and that another rank has not called."""
     return any(
-        not entry["is_done"]
-        and any(name in other.last and other.last[name]["sequence"] < entry["sequence"] for other in views)
-        for name, entry in each.last.items()
+        not entry["is_done"] and any(max(other.calls.get(name) or {number: 0}) < number for other in views)
+        for name, numbers in each.calls.items()
+        for number, entry in numbers.items()
     )
 
 
 def _signature(entry: Mapping[str, Any]) -> tuple[Any, ...]:
-    return entry["sequence"], entry["name"], str(entry["shapes"]), str(entry["dtypes"])
+    one_sided = entry["name"].rpartition(":")[2] in ("scatter", "gather", "reduce", "send", "recv")
+    return (entry["name"],) if one_sided else (entry["name"], str(entry["shapes"]), str(entry["dtypes"]))
 
 
 def _call(entry: Mapping[str, Any]) -> str:
     name, state = str(entry["name"]).rpartition(":")[2], "done" if entry["is_done"] else "not done"
-    return f"{name} number {entry['sequence']} of {entry['dtypes']} {entry['shapes']} ({state})"
+    what = ", ".join(f"{dtype} {shape}" for dtype, shape in zip(entry["dtypes"], entry["shapes"], strict=False))
+    return f"{name} number {entry['sequence']} of {what} ({state})"
 
 
 def _verdict(stuck: Sequence[View], views: Sequence[View], cause: str = "") -> Verdict:
     ranks = {each.rank for each in stuck}
     others = [each for each in views if each.rank not in ranks and each.exit_code is None]
-    return Verdict({each.rank: _describe(each) for each in stuck}, {each.rank: _describe(each) for each in others}, cause)
+    return Verdict(
+        {each.rank: _describe(each) for each in stuck}, {each.rank: _describe(each) for each in others}, cause
+    )
 
 
 def _describe(each: View) -> str:
@@ -160,8 +166,8 @@ def _describe(each: View) -> str:
     if each.is_suspended:
         return f"is suspended (SIGSTOP) {each.where}"
     if each.collective is not None:
-        pending = [entry for entry in each.last.values() if not entry["is_done"]]
-        call = f": {_call(pending[-1])}" if pending else ""
+        entries = [entry for numbers in each.calls.values() for entry in numbers.values() if not entry["is_done"]]
+        call = f": {_call(entries[-1])}" if entries else ""
         return f"waits in {each.collective} {each.where}{call}"
     return f"{each.doing or 'made no progress'} {each.where}"
 

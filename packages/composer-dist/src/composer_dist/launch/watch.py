@@ -4,7 +4,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -117,14 +117,24 @@ class Watch:
                 return None
         return self._judge(stacks, exits)
 
-    def examine(self, exits: Mapping[int, int]) -> Verdict | None:
-        """Return the verdict about the ranks that still run after one has failed; `None` if none of them trains."""
-        if self._board is None:
+    def examine(self, exits: Mapping[int, int], failed: Collection[int]) -> Verdict | None:
+        """Return the verdict about the other ranks after some have failed, if it names a cause.
+
+        A rank that times out in a collective has waited for another one, and a rank that lost a connection may have
+        lost it to one that ended without an error.
+
+        Args:
+            exits: The exit codes of the local ranks that have ended.
+            failed: The local ranks that have failed.
+        """
+        if self._board is None or not self._is_on:
             return None
         self._update(0.0, exits)
-        if all(lr in exits for lr in self._tracks):
+        others = [lr for lr in self._envs if lr not in failed]
+        if not any(lr in self._tracks for lr in others):
             return None
-        return self._judge(self._collect(exits), exits)
+        stacks = self._collect({**dict.fromkeys(failed, 1), **exits})
+        return self._judge(stacks, exits, others, "error: a rank has failed because of another one.")
 
     def _update(self, passed_s: float, exits: Mapping[int, int]) -> None:
         assert self._board is not None
@@ -157,7 +167,13 @@ class Watch:
         track = self._tracks.get(local_rank)
         return self._pids[local_rank] if track is None else track.progress.pid
 
-    def _judge(self, stacks: Mapping[int, Stack], exits: Mapping[int, int]) -> Verdict:
+    def _judge(
+        self,
+        stacks: Mapping[int, Stack],
+        exits: Mapping[int, int],
+        local_ranks: Collection[int] | None = None,
+        headline: str | None = None,
+    ) -> Verdict | None:
         assert self._board is not None
         collectives = self._ask(stacks)
         views = [
@@ -170,9 +186,12 @@ class Watch:
                 exits.get(local_rank),
             )
             for local_rank, env in self._envs.items()
+            if local_ranks is None or local_rank in local_ranks
         ]
         verdict = decide(views)
-        self._tell(verdict, views, stacks)
+        if not verdict.stuck:
+            return None
+        self._tell(report(verdict, views, headline), stacks)
         return verdict
 
     def _ask(self, stacks: Mapping[int, Stack]) -> dict[int, Sequence[Mapping[str, Any]]]:
@@ -191,9 +210,8 @@ class Watch:
                         answers[local_rank] = answer["collectives"]
         return answers
 
-    def _tell(self, verdict: Verdict, views: Sequence[View], stacks: Mapping[int, Stack]) -> None:
+    def _tell(self, lines: Sequence[str], stacks: Mapping[int, Stack]) -> None:
         """Print the report, and write it with all stacks."""
-        lines = report(verdict, views)
         ranks = {lr: env["RANK"] for lr, env in self._envs.items()}
         parts = ["\n".join(lines) + "\n"]
         for local_rank, stack in stacks.items():
@@ -203,9 +221,9 @@ class Watch:
                 parts.append(f"\nThe same with native frames:\n{frames}")
         folders = [self._folder, *self._run_folders()]
         for folder in folders:
-            with suppress(OSError):  # the console has it anyway
-                with (folder / "hang.txt").open("a", encoding="utf-8") as file:
-                    file.write("".join(parts))
+            # Not an error: the console has the report anyway.
+            with suppress(OSError), (folder / "hang.txt").open("a", encoding="utf-8") as file:
+                file.write("".join(parts))
         for line in lines:
             say(f"composer: {line}", "stderr")
         say(f"composer: the stacks of all ranks are in {folders[-1] / 'hang.txt'}", "stderr")
@@ -218,10 +236,10 @@ class Watch:
         return []
 
 
-def report(verdict: Verdict, views: Sequence[View]) -> list[str]:
+def report(verdict: Verdict, views: Sequence[View], headline: str | None = None) -> list[str]:
     """Return the lines of the report."""
     idle_s = [each.idle_s for each in views if each.exit_code is None and each.idle_s < math.inf]
-    lines = [f"error: no rank has made progress for {min(idle_s, default=0.0):.0f} s."]
+    lines = [headline or f"error: no rank has made progress for {min(idle_s, default=0.0):.0f} s."]
     if verdict.cause:
         lines.append(f"{verdict.cause}.")
     lines += [f"stuck: rank {rank} {what}." for rank, what in sorted(verdict.stuck.items())]

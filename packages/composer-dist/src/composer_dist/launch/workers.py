@@ -73,6 +73,7 @@ class Workers:
         self._failed_since: float | None = None
         self._leaving_since: float | None = None
         self._stopped = _Suspensions(options.stopped_timeout)
+        self._verdict: Verdict | None = None
         self._stuck: dict[int, str] = {}
         settings: dict[str, Any] = {}
         if options.numa_binding is not None:
@@ -120,8 +121,14 @@ class Workers:
         """The exit code of each local rank that has ended."""
         return {local_rank: code for local_rank, (code, _) in self._exits.items()}
 
+    @property
+    def has_verdict(self) -> bool:
+        """Return whether ranks without progress have been named."""
+        return self._verdict is not None
+
     def take_verdict(self, verdict: Verdict) -> None:
         """Count the stuck ranks as failed; those that wait for a rank that has ended, or is elsewhere, instead."""
+        self._verdict = verdict
         ranks = {int(env["RANK"]): local_rank for local_rank, env in self._envs.items()}
         for found in (verdict.stuck, verdict.waiting):
             self._stuck = {ranks[rank]: what for rank, what in found.items() if rank in ranks}
@@ -184,10 +191,17 @@ class Workers:
         """Return the ranks that failed by themselves, in order of time."""
         if self.status_of_stop:
             return []
-        failed = self._exits.keys() | self._stopped.too_long.keys() | self._stuck.keys() | {lr for lr in self._envs if self._own_error(lr)}
+        failed = (
+            self._exits.keys()
+            | self._stopped.too_long.keys()
+            | self._stuck.keys()
+            | {lr for lr in self._envs if self._own_error(lr)}
+        )
         endings = (self._ending(local_rank) for local_rank in failed)
 
         def began(ending: Ending) -> float:
+            if ending.local_rank in self._stuck:  # the others waited for it
+                return 0.0
             # On a busy machine, the peers of a killed rank record their lost connection before its end is seen here.
             was_killed = ending.exit_code == -signal.SIGKILL and ending.has_exited
             return ending.time - _NEWS_S if was_killed else ending.time
