@@ -295,7 +295,7 @@ class Recorder:
 
     @property
     def asked(self) -> int:
-        """How often the launcher has asked for the last collectives."""
+        """The number of times that the launcher has asked for the last collectives."""
         asked: int = _ASKED.unpack_from(self._memory, self._asked_at)[0]
         return asked
 
@@ -326,7 +326,7 @@ _recorder: Recorder | None = None
 
 
 def progress_recorder() -> Recorder | None:
-    """Return this process's recorder for its launcher, or `None` if nobody reads it."""
+    """Return this process's recorder for its launcher, or `None` without a reader."""
     global _recorder
     slot = os.environ.get(VARIABLE)
     if _recorder is None and (slot or os.environ.get(flight_recorder.HANG_TIMEOUT)):

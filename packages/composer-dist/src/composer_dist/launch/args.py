@@ -22,7 +22,7 @@ HANG_STATUS = 124
 """Exit status of a rank without progress, as of the command `timeout`."""
 RUNS = "runs"
 """The default folder for the run folders."""
-CLUSTERS = ("training-operator", "kubernetes", "slurm", "openmpi", "pmi")
+CLUSTERS = ("skypilot", "training-operator", "kubernetes", "slurm", "openmpi", "pmi")
 """The supported systems. Slurm comes before MPI, whose processes it may start."""
 GROUP = "composer.commands"
 """The group of entry points by which other distributions add commands."""
@@ -47,7 +47,7 @@ class CannotStartError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class HangTimeouts:
-    """How long a rank may be without progress.
+    """Limits of the time that a rank may be without progress.
 
     Attributes:
         default_s: For phases without their own, in seconds; `None` adapts to the run.
@@ -333,7 +333,7 @@ def _add_nodes(add: _Add) -> None:
         help="the cluster manager whose variables give values not set by an option or a variable above (default: "
         "%(default)s)",
     )
-    add("--nnodes", metavar="N|MIN:MAX", help="nodes that meet at a rendezvous and agree on their ranks there")
+    add("-N", "--nnodes", metavar="N|MIN:MAX", help="nodes that meet at a rendezvous and agree on their ranks there")
     add("--rdzv-backend", default="c10d", metavar="NAME", help="kind of rendezvous (default: %(default)s)")
     add("--rdzv-endpoint", metavar="HOST:PORT", help="its address (default: localhost:0, this node alone)")
     add("--rdzv-id", metavar="ID", help="name of the run, the same on every node (default: a random one)")
@@ -341,7 +341,8 @@ def _add_nodes(add: _Add) -> None:
     add(
         "--elastic-batch",
         choices=["keep-global", "keep-per-device"],
-        help="which batch size stays when the number of nodes changes; ranks find it in $COMPOSER_ELASTIC_BATCH",
+        help="which batch size stays when a run resumes on another number of ranks (default: the global one, with a "
+        "warning where it cannot); composer's Trainer reads it as $COMPOSER_ELASTIC_BATCH",
     )
 
 

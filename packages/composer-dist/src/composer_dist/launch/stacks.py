@@ -42,7 +42,7 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """What a process is doing.
+    """The state and the stack of a process.
 
     Attributes:
         state: Linux's letter for its state, such as `'T'` for suspended; `None` if unknown.

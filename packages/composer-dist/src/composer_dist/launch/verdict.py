@@ -1,4 +1,4 @@
-"""Which rank of a run without progress is stuck, where, and which ranks only wait for it."""
+"""The decision which rank of a run without progress is stuck, where, and which ranks only wait for it."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -92,17 +92,19 @@ def decide(views: Sequence[View]) -> Verdict:
     behind = min((each.batch for each in running), default=0)
     # A rank that has finished its training may end before the others.
     left = [each for each in views if each.exit_code is not None and (each.phase in _UNFINISHED or each.batch < behind)]
-    gone = [*left, *(each for each in running if each.is_suspended)]
     awake = [each for each in running if not each.is_suspended]
-    active = [each for each in awake if each.collective is None and each.phase != "between"]
-    if active and not gone:
-        # On a GPU, a rank that waits for its device is not inside a collective, which its device waits in.
-        active = [each for each in active if not _waits_for_another(each, views)] or active
-    stuck = gone if gone else active
-    if stuck:
+    gone = [*left, *(each for each in running if each.is_suspended)]
+    if stuck := gone or _outside_collectives(awake, views):
         return _verdict(stuck, views)
     cause, minority = compare_collectives(awake)
     return _verdict([each for each in awake if each.rank in minority] or awake, views, cause)
+
+
+def _outside_collectives(awake: Sequence[View], views: Sequence[View]) -> list[View]:
+    """Return the ranks that do not wait for another one."""
+    active = [each for each in awake if each.collective is None and each.phase != "between"]
+    # On a GPU, a rank that waits for its device is not inside a collective, which its device waits in.
+    return [each for each in active if not _waits_for_another(each, views)] or active
 
 
 def compare_collectives(views: Sequence[View]) -> tuple[str, set[int]]:
@@ -118,18 +120,24 @@ def compare_collectives(views: Sequence[View]) -> tuple[str, set[int]]:
         first = max(min(numbers) for numbers in calls.values())
         for number in range(first, max(max(numbers) for numbers in calls.values()) + 1):
             called = {rank: numbers[number] for rank, numbers in calls.items() if number in numbers}
-            missing = sorted(set(calls) - set(called))
-            kinds = Counter(_signature(entry) for entry in called.values())
-            if len(kinds) > 1:
-                listed = "; ".join(f"rank {rank}: {_call(entry)}" for rank, entry in sorted(called.items()))
-                (common, count), (_, second) = kinds.most_common(2)
-                odd = {rank for rank, entry in called.items() if _signature(entry) != common}
-                return f"the ranks called different collectives: {listed}", odd if count > second else set()
-            if missing and not all(entry["is_done"] for entry in called.values()):
-                call = _call(next(iter(called.values())))
-                ranks, others = (", ".join(map(str, each)) for each in (missing, sorted(called)))
-                return f"not all ranks called {call}: ranks {others} did, ranks {ranks} did not", set(missing)
+            if found := _compare_call(called, sorted(set(calls) - set(called))):
+                return found
     return "", set()
+
+
+def _compare_call(called: Mapping[int, dict[str, Any]], missing: Sequence[int]) -> tuple[str, set[int]] | None:
+    """Return the difference between the collectives of one number, by rank, or `None`."""
+    kinds = Counter(map(_signature, called.values()))
+    if len(kinds) > 1:
+        listed = "; ".join(f"rank {rank}: {_call(entry)}" for rank, entry in sorted(called.items()))
+        (common, count), (_, second) = kinds.most_common(2)
+        odd = {rank for rank, entry in called.items() if _signature(entry) != common}
+        return f"the ranks called different collectives: {listed}", odd if count > second else set()
+    if missing and not all(entry["is_done"] for entry in called.values()):
+        ranks, others = (", ".join(map(str, each)) for each in (missing, sorted(called)))
+        call = _call(next(iter(called.values())))
+        return f"not all ranks called {call}: ranks {others} did, ranks {ranks} did not", set(missing)
+    return None
 
 
 def _waits_for_another(each: View, views: Sequence[View]) -> bool:

@@ -36,7 +36,7 @@ _FACTOR = 20.0
 
 
 class Limits:
-    """How long a rank may stay in each phase, which in `auto` depends on how long it has taken so far."""
+    """Limits of the time in each phase, which in `auto` depend on the longest time so far."""
 
     def __init__(self, timeouts: HangTimeouts) -> None:
         self._timeouts = timeouts
