@@ -140,7 +140,8 @@ class Workers:
     def status_of_stop(self) -> int:
         """The exit code of all ranks if a signal to one of them stopped them together, else 0."""
         codes = {code for code, _ in self._exits.values()}
-        was_told = self.are_done and len(codes) == 1 and not any(map(self._own_error, self._envs))
+        was_told = self.are_done and len(codes) == 1 and not self.has_verdict
+        was_told = was_told and not any(map(self._own_error, self._envs))
         return codes.pop() if was_told and codes.issubset(_STOPPED) else 0
 
     def look(self, timeout_s: float) -> bool:
