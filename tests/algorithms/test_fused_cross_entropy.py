@@ -202,7 +202,7 @@ def test_with_a_sharded_head_targets_outside_the_vocabulary_are_nan_and_empty_sh
     for losses, errors in run_ranks(on_two_ranks_without_a_class, store=tmp_path / "store"):
         assert all(math.isnan(losses[other]) for other in (-1, 4, 9))
         assert [losses[other] for other in (0, 3, -100)] == pytest.approx([math.log(4)] * 3)
-        assert "has 1 classes, of which some of the 2 ranks of its mesh have none" in errors[1]
+        assert "has 1 classes, and some of the 2 ranks of its mesh have none" in errors[1]
         assert [errors[2], errors[3]] == pytest.approx([math.log(2), math.log(3)])
 
 

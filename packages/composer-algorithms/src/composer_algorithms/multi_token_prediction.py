@@ -140,8 +140,8 @@ class MultiTokenHeads(nn.ModuleList):
 def multi_token_loss(logits: Tensor, labels: Tensor, position_ids: Tensor | None = None) -> Tensor:
     """Compute the cross entropy of each head `k` and the token `k + 1` places ahead.
 
-    The sum over heads and tokens is divided by the number of next-token targets, as is the loss of the next token. Means
-    over microbatches or ranks that are weighted by this number are therefore the mean over the whole batch.
+    The sum over heads and tokens is divided by the number of next-token targets, as is the loss of the next token.
+    Means over microbatches or ranks that are weighted by this number are therefore the mean over the whole batch.
 
     Args:
         logits: Shape `(heads * batch, tokens, vocabulary)`, first those of `k = 1`. Computed in float32 at least.
@@ -171,8 +171,8 @@ class MultiTokenPrediction(ModelSurgery):
 
     On `INIT` it applies `apply_multi_token_prediction` to `state.model` and `state.optimizers`, after algorithms that
     replace layers. On `BEFORE_BACKWARD` it adds `coefficient * multi_token_loss(...)` of the `labels` in the batch to
-    `state.loss`, divided by the number of next-token targets of the microbatch. Loading a checkpoint of the changed model
-    applies it. Hugging Face folders and exported models do not contain the heads.
+    `state.loss`, divided by the number of next-token targets of the microbatch. Loading a checkpoint of the changed
+    model applies it. Hugging Face folders and exported models do not contain the heads.
 
     Args:
         num_extra_tokens: Number of heads, 1 or more.

@@ -166,7 +166,7 @@ def _sharded_statistics(
     size = -(-weight.shape[0] // mesh.size())  # of all shards but the last, as torch.chunk cuts
     if size * (mesh.size() - 1) >= weight.shape[0]:
         raise ValueError(
-            f"the weight of the output layer has {weight.shape[0]} classes, of which some of the {mesh.size()} ranks of "
+            f"the weight of the output layer has {weight.shape[0]} classes, and some of the {mesh.size()} ranks of "
             f"its mesh have none. Use fewer ranks for tensor parallelism, or pad the vocabulary."
         )
     if not isinstance(hidden, DTensor):
