@@ -22,6 +22,7 @@ QUESTIONS = [
     {"text": f"w{n} w{n + 1}" + " w3" * (n % 3), "choices": [f"w{n + 2}", f"w{n + 5} w{n}"], "label": n % 2}
     for n in range(11)
 ]
+LONG = " w9 w1 w9 w2 w8 w7 w4 w5 w6 w20 w21 w22 w23"
 
 
 def make_tokenizer():
@@ -52,11 +53,17 @@ def make_model(kind):
     return HuggingFaceModel(LlamaForCausalLM(config), make_tokenizer(), use_logits=True)
 
 
-def make_tasks(folder):
-    """Return tasks of each kind of request, with documents in a local file."""
+def make_tasks(folder, model):
+    """Return tasks of each kind of request, with documents in a local file.
+
+    Every second answer is what the model writes greedily, up to its second word.
+    """
     path = folder / "questions.jsonl"
     if not path.exists():
-        path.write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
+        answers = [written(model, question["text"]) for question in QUESTIONS]
+        answers = [answer if n % 2 == 0 else "w0 w0 w0" for n, answer in enumerate(answers)]
+        lines = [{**question, "answer": answer} for question, answer in zip(QUESTIONS, answers, strict=True)]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     shared = {
         "dataset_path": "json",
         "dataset_kwargs": {
@@ -66,9 +73,9 @@ def make_tasks(folder):
         "test_split": "test",
     }
     choice = {"doc_to_text": "{{text}}", "doc_to_target": "label", "doc_to_choice": "{{choices}}"}
-    text = "{{text}} w9 w1 w9 w2 w8 w7 w4 w5 w6 w20 w21 w22 w23"
+    text = "{{text}}" + LONG
     words = {"doc_to_text": "", "doc_to_target": text}
-    greedy = {"doc_to_text": "{{text}}", "doc_to_target": "w1"}
+    greedy = {"doc_to_text": "{{text}}", "doc_to_target": "{{answer}}"}
     return [
         {"task": "choice", "output_type": "multiple_choice", "metric_list": [{"metric": "acc"}], **choice, **shared},
         {
@@ -81,12 +88,22 @@ def make_tasks(folder):
         {
             "task": "greedy",
             "output_type": "generate_until",
-            "generation_kwargs": {"until": ["w31"], "max_gen_toks": 4, "do_sample": False},
+            "generation_kwargs": {"until": ["w31"], "max_gen_toks": 3, "do_sample": False},
             "metric_list": [{"metric": "exact_match"}],
             **greedy,
             **shared,
         },
     ]
+
+
+def written(model, text):
+    tokens = context = make_tokenizer().encode(text)
+    while len(tokens) < len(context) + 3:
+        tokens = [*tokens, int(logits_of(model, tokens)[0, -1].argmax())]
+        if tokens[-1] == 0:
+            break
+    model.train()
+    return make_tokenizer().decode(tokens[len(context) :], skip_special_tokens=True)
 
 
 def batches():
@@ -95,17 +112,17 @@ def batches():
     return DataLoader(samples, batch_size=4 // dist.get_world_size(), sampler=dist.get_sampler(samples))
 
 
-def fit(kind, folder, *, evaluates=True, fsdp=False):
+def fit(kind, folder, *, evaluates=True, fsdp=False, lr=0.0):
     """Train for two batches; return what was logged, and the weights."""
     from composer_hf import LMEvalHarness
 
     model, log = make_model(kind), InMemoryLogger()
-    harness = LMEvalHarness(make_tasks(folder), "1ba", tokenizer=make_tokenizer(), batch_size=2)
+    harness = LMEvalHarness(make_tasks(folder, model), "1ba", tokenizer=make_tokenizer(), batch_size=2)
     with Trainer(
         model=model,
         train_dataloader=batches(),
         max_duration="2ba",
-        optimizers=torch.optim.SGD(model.parameters(), lr=1e-3),
+        optimizers=torch.optim.SGD(model.parameters(), lr=lr),
         callbacks=[harness] if evaluates else [],
         loggers=log,
         parallelism_config={"fsdp": {}} if fsdp else None,
@@ -129,10 +146,10 @@ def logits_of(model, tokens):
 
 
 @pytest.mark.parametrize("kind", ["gpt", "llama"])
-def test_results_are_those_computed_by_hand_and_training_is_not_affected(kind, tmp_path):
-    found, weights, model, is_training = fit(kind, tmp_path)
+def test_results_are_those_computed_by_hand(kind, tmp_path):
+    found, _, model, _ = fit(kind, tmp_path)
     encode = make_tokenizer().encode
-    num_right, total, num_words, num_exact = 0, 0.0, 0, 0
+    num_right, total, num_words = 0, 0.0, 0
     for question in QUESTIONS:
         context = encode(question["text"])
         scores = []
@@ -141,23 +158,25 @@ def test_results_are_those_computed_by_hand_and_training_is_not_affected(kind, t
             logprobs = logits_of(model, context + target)[0].log_softmax(-1)
             scores.append(sum(float(logprobs[len(context) + n - 1, t]) for n, t in enumerate(target)))
         num_right += scores.index(max(scores)) == question["label"]
-        rolled = encode(question["text"] + " w9 w1 w9 w2 w8 w7 w4 w5 w6 w20 w21 w22 w23")
+        rolled = encode(question["text"] + LONG)
         num_words += len(rolled)
         for place, token in enumerate(rolled):
             # 12 positions; the last window is moved back to have as much context as possible.
             start = 0 if place < 12 else len(rolled) - 12
             seen = ([0, *rolled])[start : place + 1]
             total += float(logits_of(model, seen)[0, -1].log_softmax(-1)[token])
-        written = context
-        for _ in range(4):
-            written = [*written, int(logits_of(model, written)[0, -1].argmax())]
-        num_exact += written[len(context) :] == encode("w1")
     assert found["metrics/lm_eval/choice/acc"] == pytest.approx(num_right / len(QUESTIONS))
     perplexity = float(torch.tensor(-total / num_words).exp())
     assert found["metrics/lm_eval/words/word_perplexity"] == pytest.approx(perplexity, rel=1e-4)
-    assert found["metrics/lm_eval/greedy/exact_match"] == num_exact / len(QUESTIONS)
-    assert is_training == fit(kind, tmp_path, evaluates=False)[3]
-    assert all(map(torch.equal, weights.values(), fit(kind, tmp_path, evaluates=False)[1].values()))
+    assert found["metrics/lm_eval/greedy/exact_match"] == 6 / 11
+
+
+@pytest.mark.parametrize("kind", ["gpt", "llama"])
+def test_training_is_the_same_to_the_last_bit_without_evaluation(kind, tmp_path):
+    _, weights, _, is_training = fit(kind, tmp_path, lr=0.1)
+    _, expected, _, was_training = fit(kind, tmp_path, lr=0.1, evaluates=False)
+    assert is_training == was_training
+    assert all(map(torch.equal, weights.values(), expected.values()))
 
 
 def on_ranks(kind, folder):
@@ -185,7 +204,7 @@ def test_a_model_without_a_tokenizer_is_refused_before_training(tmp_path):
             train_dataloader=batches(),
             max_duration="1ba",
             optimizers=torch.optim.SGD(model.parameters(), lr=1e-3),
-            callbacks=[LMEvalHarness(make_tasks(tmp_path), "1ba")],
+            callbacks=[LMEvalHarness(make_tasks(tmp_path, model), "1ba")],
             device="cpu",
             progress_bar=False,
         ) as trainer,

@@ -36,14 +36,17 @@ class HarnessModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
+        """Return the token that ends a text."""
         return self.tokenizer.eos_token_id
 
     @property
     def prefix_token_id(self) -> int:
+        """Return the token before a text without context."""
         bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else bos
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """Return the tokens of a text, without special ones unless asked for."""
         return self.tokenizer.encode(string, add_special_tokens=bool(add_special_tokens))
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **kwargs: Any) -> list[tuple[float, bool]]:
@@ -55,6 +58,7 @@ class HarnessModel(TemplateLM):
         return self._on_ranks([(context, target) for _, context, target in requests], self._score)
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
+        """Return the log-likelihood of each text, in windows with as much context as possible."""
         windows, owners = [], []
         for owner, request in enumerate(requests):
             tokens = self.tok_encode(request.args[0])
@@ -68,6 +72,7 @@ class HarnessModel(TemplateLM):
         return sums
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+        """Return the greedy continuation of each prompt."""
         sampling = [options for _, options in (request.args for request in requests) if options.get("do_sample")]
         if sampling := [options for options in sampling if options.get("temperature") != 0]:
             raise ValueError(
