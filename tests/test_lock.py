@@ -1,5 +1,6 @@
 import io
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -258,3 +259,8 @@ def test_after_setup_git_strips_the_lock_also_in_a_subfolder_of_a_clone(copy, mo
     subprocess.run(["git", "-C", copy, "add", "uv.lock"], check=True)
     (copy / "uv.lock").unlink()  # check reads what is staged
     assert "nonexist cannot be run" in run(copy, "check", "--uv", "nonexist").stderr
+
+
+def test_image_resolves_the_lock_with_the_uv_of_the_makefile(root):
+    (version,) = re.findall(r"^UV_VERSION := (\S+)$", (root / "Makefile").read_text(), re.MULTILINE)
+    assert f"uv=={version}\n" in (root / "Containerfile").read_text()

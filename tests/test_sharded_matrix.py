@@ -329,6 +329,7 @@ CALLBACKS = {
     "NaNMonitor": Row(callback("NaNMonitor")),
     "OOMObserver": Row(callback("OOMObserver")),
     "OptimizerMonitor": Row(callback("OptimizerMonitor", batch_log_interval=1)),
+    "KubeflowProgress": Row(callback("KubeflowProgress")),
     "RuntimeEstimator": Row(callback("RuntimeEstimator")),
     "SpeedMonitor": Row(callback("SpeedMonitor", 2)),
     "SyncMonitor": Row(callback("SyncMonitor")),

@@ -254,6 +254,7 @@ CALLBACKS = {
     "NaNMonitor": lambda folder: callbacks.NaNMonitor(),
     "OOMObserver": lambda folder: callbacks.OOMObserver(folder=str(folder)),
     "OptimizerMonitor": lambda folder: callbacks.OptimizerMonitor(),
+    "KubeflowProgress": lambda folder: callbacks.KubeflowProgress(),
     "RuntimeEstimator": lambda folder: callbacks.RuntimeEstimator(),
     "SpeedMonitor": lambda folder: callbacks.SpeedMonitor(window_size=2),
     "SyncMonitor": lambda folder: callbacks.SyncMonitor(),

@@ -12,6 +12,7 @@ from composer.algorithms import SeqLengthWarmup
 from composer.loggers import InMemoryLogger
 from composer.models import ComposerGPT
 from composer.trainer import _strategies
+from composer.trainer._regions import find_regions
 from composer_dist import dist
 from composer_dist.testing import run_ranks
 from composer_dist.wrapping import canonical_name
@@ -199,11 +200,11 @@ OF_DYNAMO = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:U
 
 
 @OF_DYNAMO
-@pytest.mark.parametrize("regions", ["auto", [GPTBlock]])
+@pytest.mark.parametrize("regions", [{}, {"regions": "auto"}, {"regions": [GPTBlock]}], ids=str)
 def test_blocks_of_one_class_share_a_graph_at_any_depth(regions):
     for n_layers in (2, 5):
         graphs = []
-        trainer = train_gpt(n_layers, compile_config={"regions": regions, "backend": graphs_of(graphs)})
+        trainer = train_gpt(n_layers, compile_config={**regions, "backend": graphs_of(graphs)})
         assert len(graphs) == 1  # for all blocks and all batches
         expected = train_gpt(n_layers).state.model.state_dict()
         assert list(trainer.state.model.state_dict()) == list(expected)
@@ -234,11 +235,25 @@ def test_regions_that_are_not_in_the_model_are_refused(regions, message):
         train_gpt(compile_config={"regions": regions, "backend": BACKEND})
 
 
-def test_without_repeated_blocks_the_whole_model_is_compiled(make_trainer, caplog):
+def test_without_repeated_blocks_the_whole_model_is_compiled(make_trainer):
     graphs = []
-    train(make_trainer, compile_config={"regions": "auto", "backend": graphs_of(graphs)})
+    train(make_trainer, compile_config={"backend": graphs_of(graphs)})
     assert graphs
-    assert "finds no repeated blocks" in caplog.text
+
+
+def blocks_of(*widths):
+    return torch.nn.Sequential(
+        *[torch.nn.Sequential(torch.nn.Linear(8, width), torch.nn.Linear(width, 8)) for width in widths]
+    )
+
+
+def test_blocks_are_regions_if_their_class_always_has_the_same_parameters():
+    alike, other = blocks_of(4, 4, 4), blocks_of(4, 6, 4)
+    assert find_regions(torch.nn.ModuleDict({"a": alike}), "auto") == list(alike)
+    assert find_regions(torch.nn.ModuleDict({"a": alike, "b": other}), "auto") == []  # each size would be a graph
+    frozen = copy.deepcopy(alike)
+    frozen[0].requires_grad_(False)
+    assert find_regions(torch.nn.ModuleDict({"a": frozen}), "auto") == []
 
 
 def gpt_on_ranks():

@@ -72,6 +72,7 @@ __getattr__, __dir__ = lazy_face(
         "models",
         "optim",
         "profiler",
+        "recipe",
         "report",
         "trainer",
         "utils",

@@ -147,7 +147,7 @@ def load_checkpoint(
     if load_weights_only:
         return None
     # Before the position is resumed, since leaving the epoch discards the saved position in it.
-    _leave_epoch_of_other_batches(state, saved)
+    _adapt_batches(state, saved)
     rng: list[dict[str, Any]] | None = content.get("rng") or None
     if (position := DataPosition.of(state)) is not None:
         position.resume(rng, state, load_rng_state)
@@ -449,11 +449,14 @@ def _restore_clocks(saved: dict[str, Any]) -> None:
                         timestamp[name] = timedelta(seconds=value)
 
 
-def _leave_epoch_of_other_batches(state: State, saved: dict[str, Any]) -> None:
-    """Move on to the next epoch if this one was begun with another batch size, since its batch count does not apply."""
+def _adapt_batches(state: State, saved: dict[str, Any]) -> None:
+    """Keep the global batch size on another number of ranks, or move on to the next epoch if it has changed.
+
+    With another global batch size, the batch count of an epoch does not apply.
+    """
     metadata: Any = saved.get("metadata")
     batch_size = getattr(state.train_dataloader, "batch_size", None)
-    if not isinstance(metadata, dict) or not isinstance(batch_size, int) or state.timestamp.batch_in_epoch == 0:
+    if not isinstance(metadata, dict) or not isinstance(batch_size, int):
         return
     saved_size, saved_ranks = metadata.get("train_dataloader_batch_size"), metadata.get("world_size")
     saved_ranks = metadata.get("num_data_shares", saved_ranks)  # fewer if ranks split tensors
@@ -462,15 +465,53 @@ def _leave_epoch_of_other_batches(state: State, saved: dict[str, Any]) -> None:
     if not isinstance(saved_size, int) or not isinstance(saved_ranks, int):
         return
     before, now = saved_size * saved_ranks, batch_size * num_shares
-    if before != now:
+    asked = os.environ.get(_POLICY_VARIABLE, "")
+    if before == now or (saved_ranks != num_shares and _keep_global(position, before, batch_size, num_shares, asked)):
+        return
+    what = (
+        f"batches of {saved_size} samples on {saved_ranks} ranks, {before} in all, and now a batch has {now}. To keep "
+        f"{before}, make batch_size times the ranks {before}"
+    )
+    if state.timestamp.batch_in_epoch > 0:
         leave_epoch(state, saved.get("dataset_state"))
         warnings.warn(
-            f"The checkpoint was saved inside an epoch of batches of {saved_size} samples on {saved_ranks} ranks, "
-            f"{before} in all, and now a batch has {now}. Training goes on with the next epoch, number "
-            f"{int(state.timestamp.epoch)}. To finish the saved epoch, make batch_size times the ranks {before}.",
+            f"The checkpoint was saved inside an epoch of {what}, which also finishes the saved epoch. Training goes "
+            f"on with the next one, number {int(state.timestamp.epoch)}.",
             UserWarning,
             stacklevel=3,
         )
+    elif saved_ranks != num_shares and asked != _KEEP_PER_DEVICE:
+        warnings.warn(f"The checkpoint was saved with {what}.", UserWarning, stacklevel=3)
+
+
+_POLICY_VARIABLE = "COMPOSER_ELASTIC_BATCH"  # set by `composer --elastic-batch`
+_KEEP_GLOBAL, _KEEP_PER_DEVICE = "keep-global", "keep-per-device"
+
+
+def _keep_global(position: DataPosition | None, before: int, batch_size: int, num_shares: int, asked: str) -> bool:
+    """Change the batch size of each rank so that the global one stays, and return whether that was done."""
+    if asked not in ("", _KEEP_GLOBAL, _KEEP_PER_DEVICE):
+        raise ValueError(f"{_POLICY_VARIABLE}={asked!r} must be {_KEEP_GLOBAL!r} or {_KEEP_PER_DEVICE!r}.")
+    if asked == _KEEP_PER_DEVICE:
+        return False
+    change = None if position is None else position.change_batch_size
+    if before % num_shares == 0 and change is not None and change(before // num_shares):
+        warnings.warn(
+            f"The global batch size stays {before}, as in the checkpoint: each of {num_shares} ranks reads "
+            f"{before // num_shares} samples per batch instead of {batch_size}, with gradient accumulation if these "
+            f"are more. {_POLICY_VARIABLE}={_KEEP_PER_DEVICE} or `composer --elastic-batch {_KEEP_PER_DEVICE}` keeps "
+            f"{batch_size} per rank.",
+            UserWarning,
+            stacklevel=4,
+        )
+        return True
+    if asked == _KEEP_GLOBAL:
+        raise ValueError(
+            f"{_POLICY_VARIABLE}={asked!r} needs a torch DataLoader with a batch_size over a map-style dataset, no "
+            f"DeepSpeed, and a number of ranks that divides the global batch size {before} of the checkpoint; got "
+            f"{num_shares}. Start another number of ranks, or make the DataLoader with {before} samples over all ranks."
+        )
+    return False
 
 
 class LoadCheckpoint(Callback):

@@ -11,7 +11,18 @@ import pytest
 
 from composer_dist.launch.main import main
 
-PREFIXES = ("PET_", "PMI_", "MPI_", "MOSAICML_", "COMPOSER_", "JOB_COMPLETION_", "BASE_RANK", "OMP_", "RUN_NAME")
+PREFIXES = (
+    "PET_",
+    "PMI_",
+    "MPI_",
+    "MOSAICML_",
+    "COMPOSER_",
+    "JOB_COMPLETION_",
+    "BASE_RANK",
+    "OMP_",
+    "RUN_NAME",
+    "SKYPILOT_",
+)
 
 
 @pytest.fixture(autouse=True)

@@ -25,6 +25,12 @@ OPERATOR = {
 }
 OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
 PMI = {"PMI_SIZE": "4", "PMI_RANK": "2"}
+SKYPILOT = {
+    "SKYPILOT_NUM_NODES": "4",
+    "SKYPILOT_NODE_RANK": "2",
+    "SKYPILOT_NUM_GPUS_PER_NODE": "8",
+    "SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.3\n10.0.0.9\n10.0.0.4",
+}
 ADDRESS = {"MASTER_ADDR": "h", "MASTER_PORT": "7"}
 
 # Variables, then address and port of rank 0. 20000 + 41234 mod 20000 = 21234.
@@ -32,6 +38,7 @@ SYSTEMS = [
     (SLURM | {"SLURM_GPUS_ON_NODE": "8"}, "n03", 21234),
     (KUBERNETES | {"LOCAL_WORLD_SIZE": "8"}, "train-0.train", 29500),
     (OPERATOR, "train-master-0", 23456),
+    (SKYPILOT, "10.0.0.7", 29500),
     (OPEN_MPI | ADDRESS | {"LOCAL_WORLD_SIZE": "8"}, "h", 7),
     (PMI | ADDRESS | {"LOCAL_WORLD_SIZE": "8"}, "h", 7),
 ]

@@ -31,6 +31,27 @@ def test_a_host_without_address_is_refused_with_its_origin(launch, script):
     assert "master_addr='no-such-host.invalid' (from --master-addr) cannot be resolved" in err
 
 
+@pytest.mark.parametrize("variable", ["COMPOSER_MASTER_ADDR", "MASTER_ADDR"])
+def test_a_pod_waits_longer_for_the_address_of_the_first_one(launch, script, environ, monkeypatch, variable):
+    tries = []
+
+    def getaddrinfo(host, *arguments, **settings):
+        tries.append(host)
+        if len(tries) < 3:
+            raise OSError("not yet")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", 0))]
+
+    monkeypatch.setattr("composer_dist.launch.main._RESOLVE_TIMEOUT_S", 0)
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    environ |= {"JOB_COMPLETION_INDEX": "1", "COMPOSER_NUM_NODES": "2", "COMPOSER_MASTER_ADDR": "p-0", variable: "p-0"}
+    status, _, err = launch("-n", 1, script(""))
+    if variable == "COMPOSER_MASTER_ADDR":
+        assert (status, len(tries)) == (0, 3), err
+    else:
+        assert status == 2
+        assert "master_addr='p-0' (from MASTER_ADDR) cannot be resolved" in err
+
+
 def test_a_rendezvous_at_a_host_without_address_is_refused(launch, script):
     endpoint = ["--rdzv_endpoint", "no-such-host.invalid:29400"]
     status, _, err = launch("-n", 1, "--max_restarts", 1, *endpoint, script(""))

@@ -130,6 +130,8 @@ class DataPosition:
         sizes: Set if the clock counts parts of the dataloader's batches, for a schedule of the batch size.
         share: The number of this rank's share of the data, and of all shares, if ranks that split tensors have the same
             one; `None` if each rank has its own.
+        change_batch_size: Set by a loop, while it loads a checkpoint, to a function that changes the batch size of this
+            rank and returns whether it can.
 
     Example:
         >>> from composer_events import State
@@ -148,6 +150,7 @@ class DataPosition:
         self.spin = spin
         self.sizes: BatchSizes | None = None
         self.share: tuple[int, int] | None = None
+        self.change_batch_size: Callable[[int], bool] | None = None
         self._start: dict[str, Any] | None = None  # of the open epoch
         self._rng: Sequence[Mapping[str, Any]] | None = None  # loaded and not yet restored
         self._at_save: Mapping[str, Any] = {}  # the loaded state of the dataloader's parts at the save

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from composer.callbacks.gradient_noise_scale import GradientNoiseScale as GradientNoiseScale
     from composer.callbacks.hf_checkpointer import HuggingFaceCheckpointer as HuggingFaceCheckpointer
     from composer.callbacks.image_visualizer import ImageVisualizer as ImageVisualizer
+    from composer.callbacks.kubeflow_progress import KubeflowProgress as KubeflowProgress
     from composer.callbacks.mlperf import MLPerfCallback as MLPerfCallback
     from composer.callbacks.sync_monitor import SyncMonitor as SyncMonitor
     from composer_checkpoint.loader import LoadCheckpoint as LoadCheckpoint
@@ -45,6 +46,7 @@ __all__ = [
     "ThresholdStopper",
     "ExportForInferenceCallback",
     "Generate",
+    "KubeflowProgress",
     "GradientNoiseScale",
     "HuggingFaceCheckpointer",
     "ImageVisualizer",
@@ -66,6 +68,7 @@ __getattr__, __dir__ = lazy_face(
         "composer.callbacks._stoppers": ["EarlyStopper", "ThresholdStopper"],
         "composer.callbacks.export_for_inference": ["ExportForInferenceCallback"],
         "composer.callbacks.generate": ["Generate"],
+        "composer.callbacks.kubeflow_progress": ["KubeflowProgress"],
         "composer.callbacks.gradient_noise_scale": ["GradientNoiseScale"],
         "composer.callbacks.hf_checkpointer": ["HuggingFaceCheckpointer"],
         "composer.callbacks.image_visualizer": ["ImageVisualizer"],

@@ -91,7 +91,7 @@ class ResolvedArguments:
         attachments.set_log_level(arguments.python_log_level)
         check_kinds(arguments)
         config, self.regions = arguments.compile_config, None
-        if config:
+        if isinstance(config, Mapping):  # anything else is refused below
             self.regions, config = split_config(config)
         given, self.compile_config, self.is_compiled = strategies.unwrap_compiled(config, arguments.model)
         self.has_cuda_graphs = strategies.uses_cuda_graphs(self.compile_config, arguments.model)
@@ -360,8 +360,10 @@ class Runtime:
         # Before and after the load: an algorithm may have replaced the optimizer on an event or while loading, and the
         # scaler must have its final class before its saved state is loaded.
         self.fit_scaler()
+        self.position.change_batch_size = self.plan.change_batch_size
         with following_load(state):
             attachments.load_at_start(arguments, self.saver, state, self.logger, self.engine)
+        self.position.change_batch_size = None  # later, batches may have been read
         self.engine.run_event(Event.AFTER_LOAD)
         self.fit_scaler()
         if not self.strategy.prepares_before_load:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from numbers import Real
 from typing import Any, cast
 
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from composer.trainer import _error_context as error_context
 from composer.trainer._arguments import user_stacklevel
@@ -255,3 +255,19 @@ def restore_dataloader(state: State, dataloader: Any, label: str | None, length:
     """Set a state's dataloader, label and length, which may be unknown although the dataloader has one."""
     state.set_dataloader(dataloader, label)
     state._dataloader_len = length  # pyright: ignore[reportPrivateUsage]  # `dataloader_len` accepts no `None`
+
+
+def with_batch_size(loader: Any, batch_size: int) -> "DataLoader[Any] | None":
+    """Return a DataLoader like another one, with a batch size of its own; `None` if it cannot be made."""
+    # A subclass may have arguments that are not known here, and an iterable dataset may know the batch size.
+    if (
+        type(cast("object", loader)) is not DataLoader
+        or type(loader.batch_sampler) is not BatchSampler
+        or isinstance(loader.dataset, IterableDataset)
+    ):
+        return None
+    names = (
+        "sampler num_workers collate_fn pin_memory drop_last timeout worker_init_fn multiprocessing_context generator "
+        "prefetch_factor persistent_workers in_order"
+    )
+    return DataLoader(loader.dataset, batch_size, **{name: getattr(loader, name) for name in names.split()})

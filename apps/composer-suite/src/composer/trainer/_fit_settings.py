@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from composer.trainer._arguments import check_subset
-from composer.trainer._data import TrainBatches, restore_dataloader
+from composer.trainer._data import TrainBatches, restore_dataloader, with_batch_size
 from composer.trainer._progress import has_time_left
 from composer.trainer._strategies import share_length
 from composer_dist import get_global_rank
@@ -356,6 +357,27 @@ class FitPlan:
         batches = TrainBatches(data_spec, state, self._engine, self._ranks, self._position)
         self.settings = replace(self.settings, batches=batches)
         return batches
+
+    def change_batch_size(self, batch_size: int) -> bool:
+        """Change the batch size of each rank, if possible, and return whether it was. Every rank must call this.
+
+        Without a given microbatch size, larger batches are read in microbatches of the size of the former ones.
+        """
+        batches, state = self.settings.batches, self._state
+        if batches is None or state.deepspeed_enabled or self._position.sizes is not None:
+            return False
+        former, microbatching = batches.data_spec.dataloader, self.settings.microbatching
+        loader = with_batch_size(former, batch_size)
+        if loader is None:
+            return False
+        data_spec = copy.copy(batches.data_spec)
+        data_spec.dataloader = loader
+        length, microbatch_size = state.dataloader_len, state.device_train_microbatch_size
+        is_subset = length is not None and int(length) < len(former)
+        self.set_data(data_spec, state.dataloader_label or "train", int(length) if length and is_subset else -1)
+        if microbatching.size is None and not microbatching.is_auto and microbatch_size is not None:
+            state.device_train_microbatch_size = min(batch_size, microbatch_size)
+        return True
 
     def choose_batches(self, dataloader: Any, label: str, subset_num_batches: int | None) -> TrainBatches:
         """Return the batches of a new dataloader, or of the current one."""

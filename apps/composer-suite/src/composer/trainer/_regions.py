@@ -1,6 +1,7 @@
 """Compilation by region: the repeated blocks of a model, one graph for each class of them."""
 
 import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -25,9 +26,7 @@ def split_config(config: Mapping[str, Any]) -> tuple[Regions, Mapping[str, Any]]
     Raises:
         ValueError, TypeError: If `regions` is not valid.
     """
-    if "regions" not in config:
-        return None, config
-    regions: Any = config["regions"]
+    regions: Any = config.get("regions", "auto")
     others = {name: value for name, value in config.items() if name != "regions"}
     if regions is None or regions is False:
         return None, others
@@ -38,20 +37,25 @@ def split_config(config: Mapping[str, Any]) -> tuple[Regions, Mapping[str, Any]]
         return classes, others
     raise ValueError(
         f"compile_config has regions={regions!r}, which must be 'auto' for the repeated blocks of the model, a list of "
-        f"their classes, or False to compile the whole model."
+        f"classes of modules, or False to compile the whole model."
     )
 
 
 def find_regions(model: nn.Module, regions: Regions) -> list[nn.Module]:
     """Return the outermost modules of the classes, or with `'auto'` the repeated blocks.
 
-    Repeated blocks are members of one class, with children of their own, of a `ModuleList` or `Sequential`.
+    Repeated blocks are the members of a `ModuleList` or `Sequential`, with children of their own, of one class whose
+    modules all have the same parameters. So the layers of a transformer are, and the blocks of a ResNet are not: each
+    of its sizes would be a graph of its own, and what lies between the blocks would not be compiled at all.
 
     Raises:
         ValueError: If there is no module of some class.
     """
     classes = regions if isinstance(regions, tuple) else ()
     found = list(_outermost(unwrap_model(model), classes))
+    if not classes:
+        kinds = Counter(kind for kind, _ in {(type(block), _signature(block)) for block in found})
+        found = [block for block in found if kinds[type(block)] == 1]
     for kind in classes:
         if not any(isinstance(module, kind) for module in found):
             names = {type(module).__name__ for module in model.modules()}
@@ -73,20 +77,22 @@ def _outermost(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> Itera
             yield from _outermost(child, classes)
 
 
+def _signature(module: nn.Module) -> tuple[Any, ...]:
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    return tuple((name, tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in tensors)
+
+
 def compile_model(model: nn.Module, regions: Regions, config: Mapping[str, Any]) -> None:
     """Compile a model or its regions in place, so that class, attributes and state dict keys do not change.
 
     PyTorch compiles at the first call, so the hooks of FSDP that regions have by now are not in their graphs.
     """
     blocks = find_regions(model, regions) if regions is not None else []
-    if regions == "auto" and not blocks:
-        _log.warning("regions='auto' finds no repeated blocks in %s: all of it is compiled.", type(model).__name__)
     compiled: list[Any] = blocks or [model]
     for module in compiled:
         module.compile(**config)
-    if blocks:
-        kinds = sorted({type(block).__name__ for block in blocks})
-        _log.info("Compiled by region: %d modules of %s.", len(blocks), ", ".join(kinds))
+    kinds = sorted({type(module).__name__ for module in compiled})
+    _log.info("Compiled: %d modules of %s.", len(compiled), ", ".join(kinds))
 
 
 class RecompilationMonitor:

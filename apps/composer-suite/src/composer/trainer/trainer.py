@@ -131,8 +131,9 @@ class Trainer:
         accumulate_train_batch_on_tokens: Whether microbatches are weighted by the tokens that enter the loss, not by
             samples. If that is not all tokens, a `DataSpec` must count the `loss_generating` ones.
         compile_config: Arguments of `torch.compile`; `{}` for its defaults. The names of weights do not change. A model
-            that is already compiled is used as it is. With the entry `regions='auto'`, or a list of classes, each
-            repeated block, or each module of these classes, is compiled in place of the whole model.
+            that is already compiled is used as it is. The repeated blocks of a model, such as the layers of a
+            transformer, are compiled in place of the whole model, with one graph for all of them. The entry `regions`
+            changes that: `False` for the whole model, or a list of the classes of modules to compile.
         activation_checkpointing: Whether to recompute activations in the backward pass instead of storing them;
             `'selective'` stores the results of matrix products that are not changed in place. The modules are selected
             by `activation_checkpointing_fn(module)` of the model's child, or by their `_activation_checkpointing`.

@@ -19,7 +19,7 @@ SIGNAL_TIMEOUT_S = 30.0
 """Seconds for ranks to end after a signal, long enough for a last checkpoint."""
 RUNS = "runs"
 """The default folder for the run folders."""
-CLUSTERS = ("training-operator", "kubernetes", "slurm", "openmpi", "pmi")
+CLUSTERS = ("skypilot", "training-operator", "kubernetes", "slurm", "openmpi", "pmi")
 """The supported systems. Slurm comes before MPI, whose processes it may start."""
 GROUP = "composer.commands"
 """The group of entry points by which other distributions add commands."""
@@ -276,7 +276,7 @@ def _add_nodes(add: _Add) -> None:
         help="the cluster manager whose variables give values not set by an option or a variable above (default: "
         "%(default)s)",
     )
-    add("--nnodes", metavar="N|MIN:MAX", help="nodes that meet at a rendezvous and agree on their ranks there")
+    add("-N", "--nnodes", metavar="N|MIN:MAX", help="nodes that meet at a rendezvous and agree on their ranks there")
     add("--rdzv-backend", default="c10d", metavar="NAME", help="kind of rendezvous (default: %(default)s)")
     add("--rdzv-endpoint", metavar="HOST:PORT", help="its address (default: localhost:0, this node alone)")
     add("--rdzv-id", metavar="ID", help="name of the run, the same on every node (default: a random one)")
@@ -284,7 +284,8 @@ def _add_nodes(add: _Add) -> None:
     add(
         "--elastic-batch",
         choices=["keep-global", "keep-per-device"],
-        help="which batch size stays when the number of nodes changes; ranks find it in $COMPOSER_ELASTIC_BATCH",
+        help="which batch size stays when a run resumes on another number of ranks (default: the global one, with a "
+        "warning where it cannot); composer's Trainer reads it as $COMPOSER_ELASTIC_BATCH",
     )
 
 

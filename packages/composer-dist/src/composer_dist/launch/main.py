@@ -63,6 +63,7 @@ def _launch(arguments: Sequence[str]) -> int:
 def _prepare(arguments: Sequence[str]) -> Callable[[], int]:
     """Check the command line and return a function that carries it out."""
     options = parse_options(arguments)
+    _find_interpreter(options)
     _configure_logging(options)
     nproc = resolve_nproc(options, os.environ, _count_accelerators)
     topology = resolve(options, os.environ, nproc) if options.nnodes is None else None
@@ -77,7 +78,8 @@ def _prepare(arguments: Sequence[str]) -> Callable[[], int]:
             endpoint = rendezvous.endpoint
             host = endpoint.rpartition(":")[0] if ":" in endpoint else endpoint
             if host := host.strip("[]"):  # of an IPv6 address
-                _wait_for_address(f"--rdzv-endpoint={endpoint!r}", host, rendezvous.max_nodes > 1)
+                timeout_s = _RESOLVE_TIMEOUT_S * (rendezvous.max_nodes > 1)
+                _wait_for_address(f"--rdzv-endpoint={endpoint!r}", host, timeout_s)
     elif topology is not None:
         check_meeting_point(topology)
     tidy_shared_memory()  # a dataset fails on names that a killed run left behind
@@ -88,6 +90,20 @@ def _prepare(arguments: Sequence[str]) -> Callable[[], int]:
         return lambda: run_elastic(options, rendezvous)
     assert topology is not None
     return lambda: run(options, topology)
+
+
+def _find_interpreter(options: Options) -> None:
+    """Run a script by the module that a distribution has for files with its ending, such as recipes in YAML.
+
+    The module is an entry point of the group `composer.scripts`, whose name is the ending without its dot.
+    """
+    script = options.training_script
+    ending = os.path.splitext(script)[1].removeprefix(".")
+    if ending in ("", "py") or options.module_mode or options.command_mode or not os.path.exists(script):
+        return
+    for found in entry_points(group="composer.scripts", name=ending):
+        options.training_script_args = [script, *options.training_script_args]
+        options.training_script, options.module_mode = found.value, True
 
 
 def _configure_logging(options: Options) -> None:
@@ -109,6 +125,7 @@ def _count_accelerators() -> int:
 
 
 _RESOLVE_TIMEOUT_S = 10.0  # a cluster may register rank 0's host a little after its nodes start
+_POD_TIMEOUT_S = 600.0  # a pod has an address only when a machine for it was found
 
 
 def check_command(options: Options) -> None:
@@ -130,7 +147,9 @@ def check_command(options: Options) -> None:
 def check_meeting_point(topology: Topology) -> None:
     """Raise if the ranks cannot meet at the address and port of rank 0."""
     addr, source = topology.master_addr, topology.sources["master_addr"]
-    _wait_for_address(f"master_addr={addr!r} (from {source})", addr, topology.is_multi_node)
+    is_pod = source in ("COMPOSER_MASTER_ADDR", "PET_MASTER_ADDR")
+    timeout_s = 0 if not topology.is_multi_node else _POD_TIMEOUT_S if is_pod else _RESOLVE_TIMEOUT_S
+    _wait_for_address(f"master_addr={addr!r} (from {source})", addr, timeout_s)
     if topology.base_rank != 0:
         return
     found = socket.getaddrinfo(addr, topology.master_port, type=socket.SOCK_STREAM)
@@ -155,9 +174,9 @@ def check_meeting_point(topology: Topology) -> None:
             )
 
 
-def _wait_for_address(what: str, host: str, is_multi_node: bool) -> None:
-    """Raise if a host has no address; with several nodes, only after some time."""
-    deadline = time.monotonic() + (_RESOLVE_TIMEOUT_S if is_multi_node else 0)
+def _wait_for_address(what: str, host: str, timeout_s: float) -> None:
+    """Raise if a host has no address after some time."""
+    deadline = time.monotonic() + timeout_s
     while True:
         try:
             socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)

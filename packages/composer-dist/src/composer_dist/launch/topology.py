@@ -51,6 +51,12 @@ class _System:
 
 # In the order of `CLUSTERS`. MPI has no variable for the first node's address.
 _SYSTEMS = {
+    "skypilot": _System(
+        num_nodes="SKYPILOT_NUM_NODES",
+        node_rank="SKYPILOT_NODE_RANK",
+        nproc="SKYPILOT_NUM_GPUS_PER_NODE",
+        master_addr="SKYPILOT_NODE_IPS",  # one address per line, in the order of the ranks
+    ),
     "training-operator": _System(
         num_nodes="PET_NNODES",
         node_rank="PET_NODE_RANK",
@@ -113,8 +119,8 @@ class ClusterHints:
     def master_addr(self) -> Found[str] | None:
         """Return the host of rank 0."""
         if self._cluster != "slurm":
-            host = self._environ.get(self._system.master_addr)
-            return Found(host, self._system.master_addr) if host else None
+            hosts = self._environ.get(self._system.master_addr, "").split()
+            return Found(hosts[0], self._system.master_addr) if hosts else None
         in_step = self._environ.get("SLURM_STEP_NUM_NODES") and self._environ.get("SLURM_STEP_NODELIST")
         variable = "SLURM_STEP_NODELIST" if in_step else "SLURM_JOB_NODELIST"
         nodelist = self._environ.get(variable)
@@ -126,8 +132,8 @@ class ClusterHints:
         if self._cluster == "slurm" and job.isdecimal():
             # Computed from the job, so that concurrent jobs on a host rarely collide.
             return Found(20000 + int(job) % 20000, f"20000 + SLURM_JOB_ID={job!r} mod 20000")
-        if self._cluster == "kubernetes":
-            return Found(29500, "the default of --cluster kubernetes")  # torchrun's default
+        if self._cluster in ("kubernetes", "skypilot"):
+            return Found(29500, f"the default of --cluster {self._cluster}")  # torchrun's default
         return self._integer(self._system.master_port) if self._environ.get(self._system.master_port) else None
 
     def _integer(self, variable: str) -> Found[int]:
