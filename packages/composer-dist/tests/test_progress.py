@@ -16,9 +16,9 @@ def board():
 
 def test_a_board_shows_what_another_process_has_recorded_even_after_its_end(board):
     code = (
-        "from composer_dist.progress import recorder_of_environment\n"
+        "from composer_dist.progress import progress_recorder\n"
         "from composer_time import Timestamp\n"
-        "recorder = recorder_of_environment()\n"
+        "recorder = progress_recorder()\n"
         "recorder.enter('after_backward', Timestamp(epoch=1, batch=7, sample=56, token=9))\n"
         "recorder.leave('after_backward')\n"
         "recorder.note_loss(0.5, 6)\n"

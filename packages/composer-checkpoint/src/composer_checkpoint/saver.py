@@ -41,7 +41,7 @@ from composer_checkpoint.state import (
 from composer_checkpoint.stores.base import parse_uri
 from composer_checkpoint.stores.databricks import EXPERIMENT_PLACEHOLDER, RUN_PLACEHOLDER
 from composer_dist import dist
-from composer_dist.progress import recorder_of_environment
+from composer_dist.progress import progress_recorder
 from composer_events.arguments import check_counts, check_flags, check_names, check_places, check_seconds, to_interval
 from composer_events.callback import Callback
 from composer_events.event import Event
@@ -586,7 +586,7 @@ class CheckpointSaver(Callback):
         if self.rank_saves_symlinks and job.link is not None and not parse_uri(job.path).backend:
             replace_pointer(job.link, own_file(job.path))
         self._committed.append(job)
-        if (recorder := recorder_of_environment()) is not None:
+        if (recorder := progress_recorder()) is not None:
             recorder.note_checkpoint(job.timestamp.num_batches)
 
     def _finish_committed(self, logger: "Logger") -> None:

@@ -15,12 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from composer_dist import flight_recorder
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from composer_time import Timestamp
 
-__all__ = ["VARIABLE", "PHASES", "Board", "Recorder", "RankProgress", "recorder_of_environment"]
+__all__ = ["VARIABLE", "PHASES", "Board", "Recorder", "RankProgress", "progress_recorder"]
 
 VARIABLE: Final = "COMPOSER_PROGRESS"
 """The variable with a rank's slot and the file of the board, as `3@/path`."""
@@ -32,11 +34,13 @@ evaluation or prediction; hooks that save or load; and between two calls of `fit
 _SLOT_BYTES: Final = 256
 # The parts of a slot. Most marks write the second part only. Each part is written by one call, which copies it in one
 # piece; a reader sees halves at worst for an instant, and reads again.
-_HEAD: Final = struct.Struct("<QIId")  # PID, rank, attempt, time of start
+_HEAD: Final = struct.Struct("<QId")  # PID, rank, time of start
 _MARK: Final = struct.Struct("<Qd24sB7x8d")  # counter, monotonic time, event, phase, seconds of each phase
 _STAMP: Final = struct.Struct("<QQQQ")  # epoch, batch, samples, tokens
 _FACTS: Final = struct.Struct("<dQdQ")  # loss, its batch; time of the last checkpoint since 1970, its batch
-_MARK_AT: Final = _HEAD.size
+_ASKED: Final = struct.Struct("<I")  # written by the launcher: how often it has asked for the last collectives
+_ASKED_AT: Final = _HEAD.size
+_MARK_AT: Final = _HEAD.size + _ASKED.size
 _STAMP_AT: Final = _MARK_AT + _MARK.size
 _FACTS_AT: Final = _STAMP_AT + _STAMP.size
 assert _FACTS_AT + _FACTS.size <= _SLOT_BYTES
@@ -161,7 +165,7 @@ class Board:
             if again == raw:
                 break
             raw = again
-        pid, rank, _, started_s = _HEAD.unpack_from(raw)
+        pid, rank, started_s = _HEAD.unpack_from(raw)
         counter, time_s, event, phase, *seconds = _MARK.unpack_from(raw, _MARK_AT)
         epoch, batch, samples, tokens = _STAMP.unpack_from(raw, _STAMP_AT)
         loss, loss_batch, checkpoint_s, checkpoint_batch = _FACTS.unpack_from(raw, _FACTS_AT)
@@ -183,6 +187,13 @@ class Board:
             checkpoint_s=checkpoint_s or None,
             checkpoint_batch=checkpoint_batch,
         )
+
+    def ask(self, number: int) -> int:
+        """Ask the rank in a slot for its last collectives, and return the number of the request."""
+        at = number * _SLOT_BYTES + _ASKED_AT
+        asked: int = _ASKED.unpack_from(self._memory, at)[0] + 1
+        _ASKED.pack_into(self._memory, at, asked)
+        return asked
 
     def read_all(self) -> list[RankProgress]:
         """Return the progress of the ranks that have begun to record it."""
@@ -211,7 +222,7 @@ class Recorder:
 
     def __init__(self, slot: str | None, rank: int) -> None:
         number = 0
-        if slot is None:
+        if not slot:
             self._memory = mmap.mmap(-1, _SLOT_BYTES)
         else:
             text, _, path = slot.partition("@")
@@ -225,14 +236,15 @@ class Recorder:
         owner: int = _HEAD.unpack_from(self._memory, first)[0]
         if owner not in (0, os.getpid()) and _is_alive(owner):
             raise ValueError(f"{VARIABLE}={slot!r} belongs to process {owner}. A rank has one process that trains.")
-        _HEAD.pack_into(self._memory, first, os.getpid(), rank, 0, time.time())
+        _HEAD.pack_into(self._memory, first, os.getpid(), rank, time.time())
         self._mark_at, self._stamp_at = first + _MARK_AT, first + _STAMP_AT
-        self._facts_at = first + _FACTS_AT
+        self._facts_at, self._asked_at = first + _FACTS_AT, first + _ASKED_AT
         self._counter = 0
         self._time_s = time.monotonic()
         self._phase = 0
         self._seconds = [0.0] * len(PHASES)
         self._stamp: object = None
+        self._event = b""
         self._events: dict[str, tuple[bytes, int, int]] = {}
         self._write(b"", 0)
 
@@ -274,11 +286,29 @@ class Recorder:
         loss, loss_batch, _, _ = _FACTS.unpack_from(self._memory, self._facts_at)
         _FACTS.pack_into(self._memory, self._facts_at, loss, loss_batch, time.time(), batch)
 
+    def note_folder(self, folder: Path) -> None:
+        """Tell the launcher the folder of the run, in a file beside the rank's stacks."""
+        stacks = os.environ.get("COMPOSER_STACK_FILE")
+        if stacks:
+            with contextlib.suppress(OSError):  # the report is also among the logs
+                Path(stacks).with_name("run_folder").write_text(str(folder.absolute()), encoding="utf-8")
+
+    @property
+    def asked(self) -> int:
+        """The number of times that the launcher has asked for the last collectives."""
+        asked: int = _ASKED.unpack_from(self._memory, self._asked_at)[0]
+        return asked
+
+    @property
+    def position(self) -> tuple[int, str, str, float]:
+        """The counter, the event, the phase, and the monotonic time of the last mark."""
+        return self._counter, self._event.decode(), PHASES[self._phase], self._time_s
+
     def _write(self, event: bytes, phase: int) -> None:
         now = time.monotonic()
         seconds = self._seconds
         seconds[self._phase] += now - self._time_s
-        self._phase, self._time_s = phase, now
+        self._phase, self._time_s, self._event = phase, now, event
         _MARK.pack_into(self._memory, self._mark_at, self._counter, now, event, phase, *seconds)
 
 
@@ -295,13 +325,15 @@ def _is_alive(pid: int) -> bool:
 _recorder: Recorder | None = None
 
 
-def recorder_of_environment() -> Recorder | None:
-    """Return this process's recorder for its launcher, or `None` without a launcher that reads it."""
+def progress_recorder() -> Recorder | None:
+    """Return this process's recorder for its launcher, or `None` without a reader."""
     global _recorder
     slot = os.environ.get(VARIABLE)
-    if _recorder is None and slot:
+    if _recorder is None and (slot or os.environ.get(flight_recorder.HANG_TIMEOUT)):
         try:
             _recorder = Recorder(slot, int(os.environ.get("RANK", "0")))
         except (OSError, ValueError):  # another process of this rank trains, or the launcher's memory is out of reach
             return None
+        stacks = os.environ.get("COMPOSER_STACK_FILE") if slot else None
+        flight_recorder.start(_recorder, Path(stacks).parent if stacks else None)
     return _recorder

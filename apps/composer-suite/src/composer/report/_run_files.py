@@ -21,7 +21,7 @@ from composer.loggers._service_queue import Snapshot, as_number
 from composer.loggers._text_output import to_plain
 from composer.loggers.file_logger import KeptFile
 from composer.trainer._rank_sync import TOTAL
-from composer_dist.progress import recorder_of_environment
+from composer_dist.progress import progress_recorder
 from composer_events.event import Event
 from composer_events.state import State
 
@@ -185,7 +185,7 @@ class StepTime:
 
 def _note_loss(line: Mapping[str, Any]) -> None:
     """Record the loss of a line for the launcher: here its value has arrived on the host."""
-    loss, recorder = line["metrics"].get(TOTAL), recorder_of_environment()
+    loss, recorder = line["metrics"].get(TOTAL), progress_recorder()
     if recorder is not None and isinstance(loss, float):
         recorder.note_loss(loss, line["batch"])
 

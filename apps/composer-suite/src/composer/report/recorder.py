@@ -27,6 +27,7 @@ from composer.report._settings import environment, fit_settings, script_facts, t
 from composer.report.runs import ACTING, CONFIG, METRICS, STATUS, TIMES, now_at, read_json
 from composer_checkpoint.lock import FolderInUseError, FolderLock
 from composer_dist import get_global_rank
+from composer_dist.progress import progress_recorder
 from composer_events.arguments import check_counts, check_flags
 from composer_events.event import Event
 from composer_events.formatting import check_placeholders, format_name_with_dist
@@ -355,6 +356,8 @@ class RunRecorder(LoggerDestination):
             raise FileExistsError(f"{str(folder)!r} belongs to a run that has not ended: {error}") from error
         self._lines = MetricLines(folder / METRICS, is_continued=self.is_resuming)
         self._state, self._folder, self._facts = state, folder, FactFiles(folder)
+        if (recorder := progress_recorder()) is not None:
+            recorder.note_folder(folder)
         if self.is_resuming:
             self._num_lines_saved = _ALL_LINES  # until a checkpoint provides the number
             status = read_json(folder / STATUS)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from composer.trainer._rank_sync import Ranks
-from composer_dist.progress import Recorder, recorder_of_environment
+from composer_dist.progress import Recorder, progress_recorder
 from composer_events.engine import Engine, Traces
 from composer_events.event import Event
 from composer_events.logger import Logger
@@ -40,7 +40,7 @@ class RecordedEngine(Engine):
 
 def make_engine(state: State, logger: Logger, algorithm_passes: Any) -> Engine:
     """Return the engine of a Trainer; one that records progress if a launcher reads it."""
-    recorder = recorder_of_environment()
+    recorder = progress_recorder()
     if recorder is None:
         return Engine(state, logger, algorithm_passes)
     return RecordedEngine(state, logger, algorithm_passes, recorder)

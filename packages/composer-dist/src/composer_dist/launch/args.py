@@ -6,8 +6,9 @@ import math
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +18,8 @@ FAILURE_TIMEOUT_S = 8.0
 """Seconds for ranks to end after one has failed; with the other steps, the launcher ends within 10 s."""
 SIGNAL_TIMEOUT_S = 30.0
 """Seconds for ranks to end after a signal, long enough for a last checkpoint."""
+HANG_STATUS = 124
+"""Exit status of a rank without progress, as of the command `timeout`."""
 RUNS = "runs"
 """The default folder for the run folders."""
 CLUSTERS = ("skypilot", "training-operator", "kubernetes", "slurm", "openmpi", "pmi")
@@ -25,18 +28,71 @@ GROUP = "composer.commands"
 """The group of entry points by which other distributions add commands."""
 PLACEHOLDERS = ("rank", "local_rank", "world_size", "local_world_size", "node_rank")
 """Placeholders in the names of output files."""
+HANG_PHASES = ("start", "data", "train", "optimizer", "callbacks", "evaluation", "checkpoint", "compile")
+"""The phases of a rank that may have their own limit."""
 
 _EPILOG = """\
 Everything after the script is passed on to it, options too. '~' and '$VAR' in its arguments are expanded with the
 variables of each rank, so that '--log run-$RANK.txt' names one file per rank if your shell leaves it alone.
 
 Exit status: 0 if every rank ended with 0; otherwise that of the rank that failed first, 128 + s if it was killed by
-signal s; 128 + s also if the launcher itself received signal s; 2 for an invalid command line.
+signal s; 128 + s also if the launcher itself received signal s; 124 if the ranks made no progress; 2 for an invalid
+command line.
 """
 
 
 class CannotStartError(ValueError):
     """The ranks cannot be started as requested."""
+
+
+@dataclass(frozen=True, slots=True)
+class HangTimeouts:
+    """Limits of the time that a rank may be without progress.
+
+    Attributes:
+        default_s: For phases without their own, in seconds; `None` adapts to the run.
+        by_phase: Seconds for single phases, such as `'checkpoint'`.
+        is_off: Whether ranks are not watched.
+    """
+
+    default_s: float | None = None
+    by_phase: Mapping[str, float] = field(default_factory=dict[str, float])
+    is_off: bool = False
+
+    def of(self, phase: str) -> float | None:
+        """Return the limit that the user has set for a phase, or `None`."""
+        if phase in ("start", "compile"):  # of unknown length, so that the general limit is not meant for them
+            return self.by_phase.get(phase)
+        return self.by_phase.get(phase, self.default_s)
+
+    @classmethod
+    def parse(cls, text: str) -> "HangTimeouts":
+        """Return the value of `--hang-timeout`.
+
+        Raises:
+            ValueError: If the text has another form.
+        """
+        if text == "off":
+            return cls(is_off=True)
+        default_s, by_phase = None, {}
+        for part in text.split(","):
+            name, sign, value = part.rpartition("=")
+            if value == "auto" and not sign:
+                continue
+            try:
+                seconds = float(value)
+            except ValueError:
+                seconds = 0.0
+            if not 0 < seconds < math.inf or (sign and name not in HANG_PHASES):
+                raise ValueError(
+                    f"--hang-timeout={text!r} must be 'auto', 'off', or seconds, such as 120; for single phases also "
+                    f"120,checkpoint=900. Phases: {', '.join(HANG_PHASES)}."
+                )
+            if sign:
+                by_phase[name] = seconds
+            else:
+                default_s = seconds
+        return cls(default_s, by_phase)
 
 
 class Options(argparse.Namespace):
@@ -96,6 +152,7 @@ def _check_values(options: Options) -> None:
         raise ValueError("--runs='' names no folder. Give a name such as runs, or --no-runs for none.")
     if options.runs is not None and options.no_runs:
         raise ValueError(f"--runs={options.runs!r} and --no-runs exclude each other. Leave one of them out.")
+    HangTimeouts.parse(options.hang_timeout)  # for its error
     known = {signum.name for signum in signal.Signals} - {"SIGKILL", "SIGSTOP"}  # no process can handle these
     for name in options.signals_to_handle.split(","):
         if name.strip() not in known:
@@ -331,6 +388,14 @@ def _add_end(add: _Add) -> None:
         metavar="SECONDS",
         help="for how long a rank may be suspended (SIGSTOP) until that counts as a failure; 0: for ever "
         "(default: %(default)g)",
+    )
+    add(
+        "--hang-timeout",
+        default="auto",
+        metavar="SECONDS",
+        help="how long a composer Trainer may make no progress until that counts as a failure, for which the stuck "
+        "rank and its stack are named; auto: adapts to the run; off: for ever; 120,checkpoint=900: longer for one of "
+        f"{', '.join(HANG_PHASES)} (default: %(default)s)",
     )
     add(
         "--monitor-interval",

@@ -22,6 +22,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
 from composer_dist.launch.args import CannotStartError, Options
+from composer_dist.launch.stacks import STACK_FILE
 from composer_dist.launch.topology import named_file
 
 _CONSOLE = ""  # torch's value for an inherited stream
@@ -81,6 +82,7 @@ class Logs(LogsSpecs):
             errors[local_rank] = env["COMPOSER_ERROR_FILE"] = env["TORCHELASTIC_ERROR_FILE"] = str(
                 folder / "error.json"
             )
+            env[STACK_FILE] = str(folder / "stacks.txt")
             for stream in _STREAMS:
                 on_console = local_rank == 0 and not self._options.tee
                 files[stream][local_rank] = _CONSOLE if on_console else str(folder / f"{stream}.log")

@@ -89,6 +89,12 @@ def is_on_console(ending: "Ending") -> bool:
     return not ending.stderr and not _last_words(ending) and not _hints(ending, ())
 
 
+def waited_for_another(ending: "Ending") -> bool:
+    """Return whether a rank ended because it had waited too long for another one."""
+    message = str(ending.error.get("message", "")) if ending.error else ""
+    return "timed out" in f"{message}{_last_words(ending)}".lower() or "timeout" in message.lower()
+
+
 def brief(ending: "Ending", folder: str) -> str:
     """Return a one-line summary, to follow the rank's own output on the console."""
     return f"Global rank {ending.rank} (PID {ending.pid}) {ending.what} (root cause). The logs are in {folder}"

@@ -21,10 +21,16 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from composer_dist.launch.args import FAILURE_TIMEOUT_S, SIGNAL_TIMEOUT_S, CannotStartError, Options
+from composer_dist.launch.args import (
+    FAILURE_TIMEOUT_S,
+    SIGNAL_TIMEOUT_S,
+    CannotStartError,
+    HangTimeouts,
+    Options,
+)
 from composer_dist.launch.guardian import LAUNCH_ID, Guardian, new_launch_id
 from composer_dist.launch.output import Logs
-from composer_dist.launch.report import brief, crash_report, is_on_console, root_cause, say
+from composer_dist.launch.report import brief, crash_report, is_on_console, root_cause, say, waited_for_another
 from composer_dist.launch.topology import (
     FREE_PORT,
     Rendezvous,
@@ -34,6 +40,7 @@ from composer_dist.launch.topology import (
     common_environment,
     hook_environment,
 )
+from composer_dist.launch.watch import Watch
 from composer_dist.launch.workers import Ending, Signals, Workers
 from composer_dist.progress import VARIABLE as PROGRESS
 from composer_dist.progress import Board
@@ -96,6 +103,7 @@ class Launch:
         self._logs = Logs(options, os.environ)
         self._signals = Signals(options.signals_to_handle)
         self._guardian = Guardian(new_launch_id())
+        self._watch = Watch(HangTimeouts.parse(options.hang_timeout), self._logs.folder)
         self.board: Board | None = None
         """The progress of the ranks, once they are started; a new one for each attempt."""
 
@@ -130,12 +138,15 @@ class Launch:
             env[LAUNCH_ID] = self._guardian.launch_id
             env[PROGRESS] = self.board.slot(local_rank)
             env.update(hook_environment(self._options, os.environ))
+            if not any(name in os.environ for name in _BUFFER_SIZES):
+                env[_BUFFER_SIZES[0]] = _BUFFER_SIZE  # so that different collectives of the ranks can be named
         if self._workers is not None:
             self._workers.close()
         with self._signals.while_starting():
             self._workers = Workers(commands, envs, self._options, self._logs, self._guardian)
         for local_rank, pid in self._workers.pids.items():
             _log.info("Rank %s is PID %s: %s", envs[local_rank]["RANK"], pid, " ".join(commands[local_rank]))
+        self._watch.begin(self.board, envs, self._workers.pids)
         return self._workers.pids
 
     def wait(self) -> None:
@@ -147,6 +158,9 @@ class Launch:
         """Wait for an event or the monitor interval, and return whether a rank has failed."""
         assert self._workers is not None
         has_failed = self._workers.look(self._options.monitor_interval)
+        if not has_failed and not self.is_done and (verdict := self._watch.look(self._workers.exit_codes)) is not None:
+            has_failed = True
+            self._workers.take_verdict(verdict)
         self._logs.flush()
         return has_failed
 
@@ -157,7 +171,7 @@ class Launch:
             self._signals.followed = signum
             return
         with self._signals.while_ending(signum):
-            failures = workers.failures() if signum is None else []
+            failures = self._find_failures(workers) if signum is None else []
             is_told = bool(failures) and is_on_console(failures[0])
             if is_told:  # one line, so that the rank's own output stays in view
                 say(brief(failures[0], self._logs.root_log_dir))
@@ -172,6 +186,16 @@ class Launch:
             self._logs.stop_copies()
         if self._options.is_elastic:
             self._signals.catch_up()
+
+    def _find_failures(self, workers: Workers) -> list[Ending]:
+        """Return the ranks that failed; a rank for which the first of them waited comes first."""
+        failures, exits = workers.failures(), workers.exit_codes
+        if failures and not workers.has_verdict and (waited_for_another(failures[0]) or 0 in exits.values()):
+            verdict = self._watch.examine(exits, [ending.local_rank for ending in failures])
+            if verdict is not None:
+                workers.take_verdict(verdict)
+                return workers.failures()
+        return failures
 
     def tell_failure(self) -> None:
         """Report the failure of an attempt that is followed by another one."""
@@ -242,6 +266,9 @@ class Launch:
 
 _log = logging.getLogger("composer_dist.launch")
 
+# torch's variable for its flight recorder, and the earlier name; the size is torch's own for NCCL.
+_BUFFER_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+_BUFFER_SIZE = "2000"
 _AGENT_INTERVAL_S = 0.001  # the waiting is done in `Launch.has_failed`
 
 

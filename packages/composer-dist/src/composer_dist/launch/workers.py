@@ -16,9 +16,10 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing import SignalException, SubprocessContext, start_processes
 
-from composer_dist.launch.args import SIGNAL_TIMEOUT_S, CannotStartError, Options
+from composer_dist.launch.args import HANG_STATUS, SIGNAL_TIMEOUT_S, CannotStartError, Options
 from composer_dist.launch.guardian import Guardian, process_state
 from composer_dist.launch.output import Logs
+from composer_dist.launch.verdict import Verdict
 
 _NEWS_S = 2.0  # delay after which the launcher may notice a kill that the rank's peers noticed at once
 _LINGER_S = 4.0  # time for a rank that has raised to run its exit handlers
@@ -72,6 +73,8 @@ class Workers:
         self._failed_since: float | None = None
         self._leaving_since: float | None = None
         self._stopped = _Suspensions(options.stopped_timeout)
+        self._verdict: Verdict | None = None
+        self._stuck: dict[int, str] = {}
         settings: dict[str, Any] = {}
         if options.numa_binding is not None:
             from torch.numa.binding import AffinityMode, NumaOptions  # rarely needed
@@ -114,10 +117,31 @@ class Workers:
         return len(self._exits) == len(self._envs)
 
     @property
+    def exit_codes(self) -> dict[int, int]:
+        """The exit code of each local rank that has ended."""
+        return {local_rank: code for local_rank, (code, _) in self._exits.items()}
+
+    @property
+    def has_verdict(self) -> bool:
+        """Return whether ranks without progress have been named."""
+        return self._verdict is not None
+
+    def take_verdict(self, verdict: Verdict) -> None:
+        """Count the stuck ranks as failed; those that wait for a rank that has ended, or is elsewhere, instead."""
+        self._verdict = verdict
+        ranks = {int(env["RANK"]): local_rank for local_rank, env in self._envs.items()}
+        for found in (verdict.stuck, verdict.waiting):
+            self._stuck = {ranks[rank]: what for rank, what in found.items() if rank in ranks}
+            self._stuck = {lr: what for lr, what in self._stuck.items() if lr not in self._exits}
+            if self._stuck:
+                return
+
+    @property
     def status_of_stop(self) -> int:
         """The exit code of all ranks if a signal to one of them stopped them together, else 0."""
         codes = {code for code, _ in self._exits.values()}
-        was_told = self.are_done and len(codes) == 1 and not any(map(self._own_error, self._envs))
+        was_told = self.are_done and len(codes) == 1 and not self.has_verdict
+        was_told = was_told and not any(map(self._own_error, self._envs))
         return codes.pop() if was_told and codes.issubset(_STOPPED) else 0
 
     def look(self, timeout_s: float) -> bool:
@@ -168,10 +192,17 @@ class Workers:
         """Return the ranks that failed by themselves, in order of time."""
         if self.status_of_stop:
             return []
-        failed = self._exits.keys() | self._stopped.too_long.keys() | {lr for lr in self._envs if self._own_error(lr)}
+        failed = (
+            self._exits.keys()
+            | self._stopped.too_long.keys()
+            | self._stuck.keys()
+            | {lr for lr in self._envs if self._own_error(lr)}
+        )
         endings = (self._ending(local_rank) for local_rank in failed)
 
         def began(ending: Ending) -> float:
+            if ending.local_rank in self._stuck:  # the others waited for it
+                return 0.0
             # On a busy machine, the peers of a killed rank record their lost connection before its end is seen here.
             was_killed = ending.exit_code == -signal.SIGKILL and ending.has_exited
             return ending.time - _NEWS_S if was_killed else ending.time
@@ -229,12 +260,14 @@ class Workers:
         suspended_s = self._stopped.too_long.get(local_rank)
         if suspended_s is not None:
             code, failed, what = -signal.SIGSTOP, stop_time, f"was suspended by SIGSTOP for {suspended_s:.0f} s"
+        elif local_rank in self._stuck:
+            code, failed, what = HANG_STATUS, stop_time, f"made no progress: it {self._stuck[local_rank]}"
         elif error is not None and was_stopped:
             code, what = 1, "raised an exception and was stopped"
         else:
             code = -signal.SIGKILL if code is None else code  # still running after SIGKILL, as when stuck in a driver
             what = _describe(code)
-        if error is not None and suspended_s is None:
+        if error is not None and suspended_s is None and local_rank not in self._stuck:
             failed = float(error["timestamp"])
         elif code > 0:
             error = self._error(local_rank)  # a child process may have recorded the cause

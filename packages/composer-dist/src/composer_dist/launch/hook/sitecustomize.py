@@ -1,4 +1,4 @@
-"""Startup hook of a rank's interpreter that records uncaught exceptions for the launcher.
+"""Startup hook of a rank's interpreter that records uncaught exceptions, and stacks on request, for the launcher.
 
 The launcher puts this folder on the rank's `PYTHONPATH`, so that an exception is recorded even if it precedes any code
 of the script, as in an import. The folder is removed again at once: the rank and its children see the user's path.
@@ -7,6 +7,7 @@ Another `sitecustomize` that this one hides is run as well.
 Every rank pays for this at startup, so `error_file` is loaded only after an error.
 """
 
+import contextlib
 import os
 import sys
 from types import TracebackType
@@ -45,6 +46,16 @@ def _record(error: BaseException) -> None:
     module.record_exception(error)
 
 
+def _write_stacks_on_request(path: str) -> None:
+    """Register the signal at which the launcher gets the stacks of all threads, for ranks without progress."""
+    import faulthandler  # built into Python
+    import signal
+
+    with contextlib.suppress(OSError, AttributeError, RuntimeError):  # such as on systems without the signal
+        file = open(path, "ab")  # noqa: SIM115  # open as long as the process
+        faulthandler.register(signal.SIGRTMIN + 8, file=file, all_threads=True)  # that of `launch/stacks.py`
+
+
 def _leave_the_path() -> None:
     """Remove this folder from the module search path, here and for child processes."""
     sys.path[:] = [folder for folder in sys.path if folder != _HERE]
@@ -70,4 +81,6 @@ if __name__ == "sitecustomize":  # not when a tool imports this file under anoth
     _leave_the_path()
     if os.environ.get("COMPOSER_ERROR_FILE"):
         sys.excepthook = _Recorder()
+    if os.environ.get("COMPOSER_STACK_FILE"):
+        _write_stacks_on_request(os.environ["COMPOSER_STACK_FILE"])
     _run_hidden()

@@ -1,0 +1,69 @@
+"""Runs in which one rank gets stuck, and what the launcher says about it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# What the report says of the stuck rank, by fault.
+CAUSES = {
+    "loop": "stuck: rank 1 is running in batch_end ({script}:",
+    "sleep": "stuck: rank 1 is waiting in batch_end ({script}:",
+    "lock": "stuck: rank 1 is waiting in batch_end ({script}:",
+    "pipe": "stuck: rank 1 is waiting in a save or a load in batch_checkpoint ({script}:",
+    "worker": "stuck: rank 1 waits for a worker of its dataloader",
+    "order": "different collectives: rank 0: all_reduce",
+}
+SCRIPT = Path(__file__).with_name("faulty.py")
+
+
+def _launch(tmp_path, fault, *options, rank=1, num_ranks=2):
+    environ = os.environ | {"COMPOSER_RUNS": str(tmp_path / "runs"), "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-m", "composer_dist.launch", "-n", str(num_ranks), *options]
+    command += [str(SCRIPT), fault, str(rank), "5", str(tmp_path)]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=200)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", CAUSES)
+def test_a_rank_that_gets_stuck_is_named_with_its_cause(tmp_path, fault):
+    ended = _launch(tmp_path, fault, "--hang-timeout", "3")
+    assert ended.returncode == 124, ended.stderr
+    assert CAUSES[fault].format(script=SCRIPT) in ended.stderr
+    assert ("stuck: rank 0" in ended.stderr) == (fault == "order")
+    (report,) = (tmp_path / "runs").glob("*/hang.txt")
+    assert "The stacks of rank 0" in report.read_text()
+    assert "faulty.py" in report.read_text()
+
+
+@pytest.mark.slow
+def test_a_suspended_rank_is_named(tmp_path):
+    ended = _launch(tmp_path, "stop", "--hang-timeout", "3", "--stopped-timeout", "0")
+    assert ended.returncode == 124, ended.stderr
+    assert "stuck: rank 1 is suspended (SIGSTOP) on batch_end of batch 5" in ended.stderr
+
+
+@pytest.mark.slow
+def test_a_run_with_a_stuck_rank_is_started_again(tmp_path):
+    ended = _launch(tmp_path, "sleep", "--hang-timeout", "3", "--max-restarts", "1")
+    assert ended.returncode == 0, ended.stderr
+    assert "stuck: rank 1 is waiting in batch_end" in ended.stderr
+    assert "starting all ranks again" in ended.stderr
+
+
+@pytest.mark.slow
+def test_a_rank_that_leaves_with_exit_code_0_is_named(tmp_path):
+    ended = _launch(tmp_path, "leave")
+    assert ended.returncode != 0
+    assert "stuck: rank 1 ended with exit code 0 on batch_end of batch 5" in ended.stderr
+
+
+@pytest.mark.slow
+def test_the_rank_for_which_another_one_timed_out_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("DIST_TIMEOUT", "6")
+    ended = _launch(tmp_path, "sleep")
+    assert ended.returncode == 124, ended.stderr
+    assert "stuck: rank 1 is waiting in batch_end" in ended.stderr
+    assert "rank 1 (PID" in ended.stderr.partition("failed first")[0].rpartition("composer: error:")[2]
