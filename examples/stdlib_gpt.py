@@ -1,19 +1,34 @@
 """Train a small language model on the source of Python's standard library, publish it, and let it write.
 
-    composer -n 2 examples/stdlib_gpt.py [--folder runs/stdlib_gpt] [--duration 150ba] [--plain]
+    composer -n 2 examples/stdlib_gpt.py [--folder runs/stdlib_gpt] [--duration 150ba] [--without packing muon fused]
 
 Nothing is downloaded: a byte-level tokenizer is trained on the text first, which is then written as shards for
 StreamingDataset. The model is a Llama of transformers with 1.4 million weights, sharded over the processes with FSDP2.
 At the end, `composer-ckpt convert` makes a Hugging Face folder of the last checkpoint, and plain transformers loads it
-in a process of its own and goes on from a prompt.
+in a process of its own and continues a prompt.
 
-The hidden matrices are trained with Muon, and FusedCrossEntropy computes the loss without logits in memory; `--plain`
-trains with AdamW and all logits for comparison. After 30 batches in one process, the cross entropy of held-out tokens
-was 5.98, and 6.03 with `--plain`. This is due to Muon, since the fused loss has the same values. On a busy CPU the two
-together trained 1,218 tokens per second in place of 1,464: Muon multiplies matrices in its step, and the fused loss
-computes the logits twice. The memory of logits is small here, with a vocabulary of 1,024: 8 MiB for a batch. With
-50,000 tokens, the fused loss needs a sixth of the memory of loss and backward pass; see
-`docs/algorithms/fused_cross_entropy.md`.
+Functions and classes are packed into windows, the hidden matrices are trained with Muon, and FusedCrossEntropy computes
+the loss without logits in memory. `--without` leaves out any of the three: each function then has windows of its own,
+AdamW trains all weights, or all logits are computed. Held-out text is packed in every case, so that its cross entropy
+can be compared. The shards depend on packing, so use a folder for each comparison:
+
+    for way in packing muon fused; do
+        composer -n 1 examples/stdlib_gpt.py --folder runs/without_$way --without $way
+    done
+    composer -n 1 examples/stdlib_gpt.py --folder runs/with_all
+    composer -n 1 examples/stdlib_gpt.py --folder runs/without_all --without packing muon fused
+
+Measured after 150 batches of 16 windows in one process on a CPU, from `result.json` in each folder:
+
+    without              held-out cross entropy   tokens per second   peak memory (MiB)
+    nothing              ?                        ?                   ?
+    packing              ?                        ?                   ?
+    muon                 ?                        ?                   ?
+    fused                ?                        ?                   ?
+    packing muon fused   ?                        ?                   ?
+
+Tokens of padding are not counted. The memory of logits is small here, with a vocabulary of 1,024: 8 MiB for a batch.
+See `docs/algorithms/fused_cross_entropy.md` for the memory with 50,000 tokens.
 """
 
 import argparse

@@ -325,6 +325,37 @@ def test_metrics_of_packed_windows_are_those_of_the_documents():
     assert sum(efficiencies) / len(efficiencies) == pytest.approx(packed.efficiency, rel=0.05)
 
 
+def perplexity_on_ranks(documents):
+    log, model = InMemoryLogger(), perplexity_model()
+    packed = PackedDataset(documents, WINDOW, end_of_document=None)
+    loader = DataLoader(packed, 2, sampler=dist.get_sampler(packed))
+    evaluator = Evaluator(label="packed", dataloader=packed_data_spec(loader, model))
+    with Trainer(model=model, loggers=log, device="cpu", progress_bar=False) as trainer:
+        trainer.eval(eval_dataloader=evaluator)
+    ((_, perplexity),) = log.data["metrics/packed/LanguagePerplexity"]
+    return len(packed), float(perplexity)
+
+
+def perplexity_model():
+    torch.manual_seed(3)
+    network = transformers.LlamaForCausalLM(transformers.LlamaConfig(**GROUPED, initializer_range=0.5))
+    return HuggingFaceModel(network, use_logits=True, metrics=[LanguagePerplexity()])
+
+
+def test_perplexity_of_packed_windows_on_two_ranks_is_that_of_the_documents(tmp_path):
+    documents, network = random_documents(43), perplexity_model().model
+    losses, num_targets = 0.0, 0
+    with torch.no_grad():
+        for one in documents:
+            ids = torch.tensor([one])
+            losses += float(network(input_ids=ids, labels=ids)["loss"]) * (len(one) - 1)
+            num_targets += len(one) - 1
+    results = run_ranks(perplexity_on_ranks, documents, store=tmp_path / "store")
+    num_windows, _ = results[0]
+    assert num_windows % 2 == 1  # so that the sampler repeats a window, which must not count
+    assert [value for _, value in results] == [pytest.approx(math.exp(losses / num_targets), rel=1e-5)] * 2
+
+
 class Boundaries(Callback):
     """Keep the lengths of sequences, and check that each label is of the document of the token before it."""
 

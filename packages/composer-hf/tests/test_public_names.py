@@ -6,8 +6,8 @@ import pytest
 import composer_hf
 
 PUBLIC = (
-    "ComposerHFCausalLM HuggingFaceCheckpointer HuggingFaceMetadata HuggingFaceModel MissingMetadataError "
-    "PublishedPiece __version__ filter_state_dict_peft get_hf_config_from_composer_state_dict "
+    "ComposerHFCausalLM HuggingFaceCheckpointer HuggingFaceMetadata HuggingFaceModel LMEvalHarness "
+    "MissingMetadataError PublishedPiece __version__ filter_state_dict_peft get_hf_config_from_composer_state_dict "
     "get_peft_config_from_composer_state_dict hf_causal_lm hf_from_composer_checkpoint maybe_get_underlying_model "
     "plan_weights prepare_hf_model_for_fsdp write_huggingface_pretrained_from_composer_checkpoint"
 )

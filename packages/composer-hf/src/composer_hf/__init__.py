@@ -6,6 +6,7 @@
 - `causal_lm`: `ComposerHFCausalLM`, a causal language model built from its name or path and a configuration.
 - `checkpointer`: `HuggingFaceCheckpointer`, which writes Hugging Face folders during training, and with `registering`
   adds them to the model registry of MLflow.
+- `harness`: `LMEvalHarness`, which evaluates on tasks of lm-eval during training.
 - `publishing`: converts a checkpoint to such a folder. Its parts `metadata`, `published_weights` and `weight_files`
   load neither the weights nor transformers before they are used.
 - `saved_state`: restores a model and a tokenizer from a checkpoint.
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from composer_hf.causal_lm import ComposerHFCausalLM as ComposerHFCausalLM
     from composer_hf.causal_lm import hf_causal_lm as hf_causal_lm
     from composer_hf.checkpointer import HuggingFaceCheckpointer as HuggingFaceCheckpointer
+    from composer_hf.harness import LMEvalHarness as LMEvalHarness
     from composer_hf.metadata import HuggingFaceMetadata as HuggingFaceMetadata
     from composer_hf.metadata import MissingMetadataError as MissingMetadataError
     from composer_hf.model import HuggingFaceModel as HuggingFaceModel
@@ -39,6 +41,7 @@ _NAMES = {
     "composer_hf.model": "HuggingFaceModel",
     "composer_hf.causal_lm": "ComposerHFCausalLM hf_causal_lm",
     "composer_hf.checkpointer": "HuggingFaceCheckpointer",
+    "composer_hf.harness": "LMEvalHarness",
     "composer_hf.saved_state": "hf_from_composer_checkpoint get_hf_config_from_composer_state_dict get_peft_config_from_composer_state_dict",
     "composer_hf.publishing": "write_huggingface_pretrained_from_composer_checkpoint",
     "composer_hf.adapters": "filter_state_dict_peft maybe_get_underlying_model",
