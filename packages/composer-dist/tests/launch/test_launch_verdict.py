@@ -3,6 +3,7 @@
 import pytest
 
 from composer_dist.launch.args import HangTimeouts
+from composer_dist.launch.stacks import Frame, Stack
 from composer_dist.launch.verdict import View, decide
 from composer_dist.launch.watch import Limits, Watch
 from composer_dist.progress import Board, Recorder
@@ -49,6 +50,27 @@ def test_a_rank_that_misses_a_collective_is_named():
     views = [_view(0, collective="a", calls=calls), _view(1, collective="a", calls=_call(4, is_done=True))]
     views[0].calls["0 default_pg"] |= _call(4, is_done=True)["0 default_pg"]
     assert list(decide(views).stuck) == [1]
+
+
+@pytest.mark.parametrize(("world_size", "is_told"), [("1", True), ("2", False)])
+def test_a_node_whose_ranks_all_wait_does_not_blame_them(tmp_path, monkeypatch, world_size, is_told):
+    now = 0.0
+    monkeypatch.setattr("composer_dist.launch.watch.time.monotonic", lambda: now)
+    frame = Frame("/x/torch/distributed/distributed_c10d.py", 1, "all_reduce")
+    monkeypatch.setattr("composer_dist.launch.watch.collect", lambda *_: {0: Stack("S", [frame], "")})
+    monkeypatch.setattr(Watch, "_ask", lambda *_: {})
+    board = Board(1)
+    recorder = Recorder(board.slot(0), rank=0)
+    recorder.enter("before_forward")
+    watch = Watch(HangTimeouts.parse("3"), tmp_path)
+    env = {"RANK": "0", "WORLD_SIZE": world_size, "COMPOSER_STACK_FILE": str(tmp_path / "stacks.txt")}
+    watch.begin(board, {0: env}, {0: recorder_pid()})
+    verdicts = []
+    for _ in range(10):
+        now += 1.0
+        verdicts.append(watch.look({}))
+    assert any(verdicts) == is_told
+    board.close()
 
 
 @pytest.mark.parametrize("text", ["0", "x", "nan", "12,foo=3", "checkpoint=-1", ""])

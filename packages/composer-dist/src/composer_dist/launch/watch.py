@@ -189,6 +189,11 @@ class Watch:
             if local_ranks is None or local_rank in local_ranks
         ]
         verdict = decide(views)
+        world_size = int(next(iter(self._envs.values())).get("WORLD_SIZE", "1"))
+        if len(self._envs) < world_size and all(each.collective is not None for each in views):
+            # They may all wait for a rank of another node, whose launcher names it, or which is only slow.
+            self._rests_until_s = time.monotonic() + 60.0
+            return None
         if not verdict.stuck:
             return None
         self._tell(report(verdict, views, headline), stacks)
