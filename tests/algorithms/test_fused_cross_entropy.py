@@ -1,6 +1,7 @@
 """FusedCrossEntropy: the loss, gradients and metrics of a language model with logits, without them."""
 
 import copy
+import math
 import pickle
 
 import pytest
@@ -177,6 +178,32 @@ def on_two_ranks():
         apply_fused_cross_entropy(model)
         of_models.append({name: _whole(each) for name, each in loss_and_grads(model).items()})
     return results, of_models
+
+
+def on_two_ranks_without_a_class():
+    """Return losses of targets that are and are not classes, and the error for each number of classes."""
+    mesh = init_device_mesh("cpu", (2,))
+    hidden, weight = torch.zeros(2, 8), distribute_tensor(torch.ones(4, 8), mesh, [Shard(0)])
+    losses = {
+        other: linear_cross_entropy(hidden, weight, torch.tensor([1, other])).loss.item()
+        for other in (0, 3, -100, -1, 4, 9)
+    }
+    errors = {}
+    for num_classes in (1, 2, 3):
+        small = distribute_tensor(torch.ones(num_classes, 8), mesh, [Shard(0)])
+        try:
+            errors[num_classes] = linear_cross_entropy(hidden, small, torch.zeros(2, dtype=torch.long)).loss.item()
+        except ValueError as error:
+            errors[num_classes] = str(error)
+    return losses, errors
+
+
+def test_with_a_sharded_head_targets_outside_the_vocabulary_are_nan_and_empty_shards_are_refused(tmp_path):
+    for losses, errors in run_ranks(on_two_ranks_without_a_class, store=tmp_path / "store"):
+        assert all(math.isnan(losses[other]) for other in (-1, 4, 9))
+        assert [losses[other] for other in (0, 3, -100)] == pytest.approx([math.log(4)] * 3)
+        assert "has 1 classes, and some of the 2 ranks of its mesh have none" in errors[1]
+        assert [errors[2], errors[3]] == pytest.approx([math.log(2), math.log(3)])
 
 
 def _whole(tensor):

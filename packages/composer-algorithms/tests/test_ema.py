@@ -44,6 +44,7 @@ def test_smoothing_and_interval_follow_from_either_argument(arguments, smoothing
     [
         ({"power": 3.0, "half_life": "10ba"}, "power=3.0 must be used without half_life"),
         ({"power": (1.0, 2.0, 3.0)}, "must be one number or two"),
+        ({"power": ()}, "must be one number or two"),
         ({"power": (1.0, -2.0)}, r"power=-2\.0"),
         ({"half_life": None}, "exactly one of the two"),
         ({"smoothing": 0.9}, "exactly one of the two"),

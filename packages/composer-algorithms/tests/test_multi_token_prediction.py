@@ -47,7 +47,7 @@ def test_each_head_has_the_cross_entropy_of_its_token_through_the_output_layer(n
             for place in range(LENGTH - number - 1)
             if LABELS[row, place + number + 1] != -100
         ]
-        expected = expected + sum(terms) / len(terms)
+        expected = expected + sum(terms) / 9  # next-token targets
     found = cf.multi_token_loss(heads.take_logits(), LABELS)
     torch.testing.assert_close(found, expected)
     parameters = list(model.parameters())
@@ -67,12 +67,31 @@ def test_a_head_without_tokens_to_predict_adds_nothing():
 
 def test_packed_documents_are_not_predicted_from_each_other():
     logits = torch.randn(2, 7, VOCABULARY, dtype=torch.float64)  # of two heads
-    labels, positions = torch.arange(7)[None], torch.tensor([[0, 1, 2, 3, 0, 1, 2]])
+    labels, positions = torch.tensor([[0, 1, 2, 3, -100, 5, 6]]), torch.tensor([[0, 1, 2, 3, 0, 1, 2]])
     alone = [cf.multi_token_loss(logits[:, part], labels[:, part]) for part in (slice(0, 4), slice(4, 7))]
-    # The first head has 2 and 1 tokens to predict, the second head 1 and 0.
-    one_head = [cf.multi_token_loss(logits[:1, part], labels[:, part]) for part in (slice(0, 4), slice(4, 7))]
-    expected = (2 * one_head[0] + one_head[1]) / 3 + (alone[0] - one_head[0])
+    expected = (3 * alone[0] + 2 * alone[1]) / 5  # weighted by next-token targets
     torch.testing.assert_close(cf.multi_token_loss(logits, labels, positions), expected)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("num_heads", [1, 2, 3])
+@pytest.mark.parametrize("sizes", [(1, 3), (2, 2), (1, 1, 1, 1)], ids=str)
+def test_microbatches_weighted_by_next_token_targets_have_the_loss_of_the_batch(sizes, num_heads, is_packed):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(num_heads, 4, 7, VOCABULARY, dtype=torch.float64, generator=generator)
+    labels = torch.randint(VOCABULARY, (4, 7), generator=generator)
+    labels[0, 2:], labels[1, :3] = -100, -100
+    positions = torch.tensor([0, 1, 2, 3, 0, 1, 2]).expand(4, -1) if is_packed else None
+    if is_packed:
+        labels[:, 4] = -100
+    weighted, start = 0.0, 0
+    for size in sizes:
+        rows = slice(start, start := start + size)
+        own = None if positions is None else positions[rows]
+        loss = cf.multi_token_loss(logits[:, rows].flatten(0, 1), labels[rows], own)
+        weighted += loss * (labels[rows, 1:] != -100).sum()
+    expected = cf.multi_token_loss(logits.flatten(0, 1), labels, positions)
+    torch.testing.assert_close(weighted / (labels[:, 1:] != -100).sum(), expected)
 
 
 def test_heads_begin_with_the_logits_of_the_next_token_and_only_exist_in_training():

@@ -194,3 +194,17 @@ def test_the_scale_of_scores_is_trained_with_biases_and_norms(is_named):
 def test_what_is_out_of_range_is_refused_by_name(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_names_in_the_log_stay_the_same():
+    methods = (getattr(composer_algorithms, name) for name in composer_algorithms.__all__)
+    found = {each.__name__: each.counted for each in methods if hasattr(each, "counted")}
+    assert found == {
+        "DiracInit": "dirac_init/num_convolutions",
+        "LogitSoftcap": "logit_softcap/num_output_layers",
+        "QKNorm": "qk_norm/num_attention_layers",
+        "SquaredReLU": "squared_relu/num_layers",
+        "ValueResidual": "value_residual/num_attention_layers",
+        "WhiteningInit": "whitening_init/num_filters",
+        "ZeroInit": "zero_init/num_layers",
+    }

@@ -94,3 +94,23 @@ def test_epochs_and_seeds_have_orders_of_their_own_that_repeat(make, environ):
 def test_settings_without_meaning_are_errors(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("drop_last", [True, False])
+@pytest.mark.parametrize("num_samples", [0, 1, 2, 3])
+@pytest.mark.parametrize("is_curriculum", [True, False])
+def test_ranks_of_a_dataset_smaller_than_they_are_many_have_as_many_samples(is_curriculum, num_samples, drop_last):
+    def sampler(rank):
+        settings = {"num_replicas": 4, "rank": rank, "drop_last": drop_last}
+        if is_curriculum:
+            return LengthCurriculumSampler(range(num_samples), [1.0] * num_samples, **settings)
+        return RepeatedAugmentationSampler(range(num_samples), **settings)
+
+    expected = 1 if num_samples and not drop_last else 0
+    assert [len(list(sampler(rank))) for rank in range(4)] == [expected] * 4
+
+
+@pytest.mark.parametrize("lengths", [[1.0, math.nan], [[1.0], [2.0]], [[1, 2], [3, 4]]], ids=str)
+def test_lengths_are_one_number_for_each_sample(lengths):
+    with pytest.raises(ValueError, match="lengths must be one number for each sample, and not NaN"):
+        LengthCurriculumSampler(range(2), lengths, num_replicas=1, rank=0)

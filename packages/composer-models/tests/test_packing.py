@@ -251,3 +251,19 @@ def test_workers_return_the_windows_of_the_main_process():
         [one["input_ids"].tolist() for one in DataLoader(dataset, batch_size=2, num_workers=n)] for n in (0, 2)
     )
     assert plain == parallel
+
+
+@pytest.mark.parametrize("cls", [PackedDataset, PackedStream])
+@pytest.mark.parametrize(
+    "end", [3, torch.tensor(3), torch.tensor(3).numpy()[()], SimpleNamespace(eos_token_id=3)], ids=repr
+)
+def test_the_end_token_may_be_any_whole_number(cls, end):
+    (window,) = cls([[1, 2]], 4, end_of_document=end)
+    assert window["input_ids"].tolist() == [1, 2, 3, 3]
+
+
+@pytest.mark.parametrize("cls", [PackedDataset, PackedStream])
+@pytest.mark.parametrize("token", [[1, 2], "3", 3.0], ids=repr)
+def test_an_end_token_that_is_not_one_whole_number_is_refused(cls, token):
+    with pytest.raises(ValueError, match=r"eos_token_id=.* must be one whole number"):
+        cls([[1, 2]], 4, end_of_document=SimpleNamespace(eos_token_id=token))

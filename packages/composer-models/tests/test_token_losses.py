@@ -1,5 +1,7 @@
 """Cross entropy in chunks: equal to that of all logits, in a fraction of the memory."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -50,7 +52,7 @@ def settings_of(name, dtype):
 def test_values_and_gradients_are_those_of_all_logits(name, dtype, has_bias):
     (hidden, weight, *bias), target = inputs(dtype, has_bias)
     settings, tensors = settings_of(name, dtype), [hidden, weight, *bias]
-    ours = linear_cross_entropy(hidden, weight, target, *bias, chunk_size=5, **settings).loss
+    ours = linear_cross_entropy(hidden, weight, target, *bias, **settings).loss
     actual = torch.autograd.grad(ours, tensors)
     # In float64, which tells errors from rounding.
     (hidden, weight, *bias), _ = inputs(torch.float64, has_bias)
@@ -63,7 +65,7 @@ def test_values_and_gradients_are_those_of_all_logits(name, dtype, has_bias):
 def test_in_bfloat16_only_the_matrix_products_round():
     (hidden, weight, bias), target = inputs(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        ours = linear_cross_entropy(hidden, weight, target, bias, chunk_size=5).loss
+        ours = linear_cross_entropy(hidden, weight, target, bias).loss
         expected = plain(hidden, weight, target, bias)
     assert ours.dtype == torch.float32
     torch.testing.assert_close(ours, expected, atol=1e-6, rtol=0)
@@ -117,3 +119,21 @@ def test_targets_of_another_shape_are_refused():
     target[0, 5] = CLASSES
     with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
         linear_cross_entropy(hidden, weight, target, bias)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {name: value}
+        for name, values in {
+            "label_smoothing": (-0.1, 1.1, 2.0, math.nan),
+            "softcap": (0.0, -1.0, math.inf, math.nan),
+        }.items()
+        for value in values
+    ],
+    ids=str,
+)
+def test_settings_out_of_range_are_refused_by_name(settings):
+    (hidden, weight, bias), target = inputs()
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        linear_cross_entropy(hidden, weight, target, bias, **settings)

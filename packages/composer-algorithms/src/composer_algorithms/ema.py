@@ -171,7 +171,7 @@ class EMA(Method):
             warn_deprecated("EMA(train_with_ema_weights=False) is what EMA always does: leave it out.", stacklevel=2)
         if power is not None:
             self._powers = (power,) if isinstance(power, int | float) else tuple(power)
-            if len(self._powers) > 2:
+            if len(self._powers) not in (1, 2):
                 raise ValueError(f"power={power!r} must be one number or two.")
             for each in self._powers:
                 check_interval("[0, inf)", power=each)

@@ -138,7 +138,10 @@ class MultiTokenHeads(nn.ModuleList):
 
 
 def multi_token_loss(logits: Tensor, labels: Tensor, position_ids: Tensor | None = None) -> Tensor:
-    """Compute the sum over heads of the mean cross entropy of head `k` and the token `k + 1` places ahead.
+    """Compute the cross entropy of each head `k` and the token `k + 1` places ahead.
+
+    The sum over heads and tokens is divided by the number of next-token targets, as is the loss of the next token.
+    Means over microbatches or ranks that are weighted by this number are therefore the mean over the whole batch.
 
     Args:
         logits: Shape `(heads * batch, tokens, vocabulary)`, first those of `k = 1`. Computed in float32 at least.
@@ -149,7 +152,7 @@ def multi_token_loss(logits: Tensor, labels: Tensor, position_ids: Tensor | None
         A scalar. A head without any token to predict adds 0.
 
     Reference:
-        See `apply_multi_token_prediction`.
+        See `apply_multi_token_prediction`. Equation (2) of the paper is the sum over tokens and heads.
     """
     losses: list[Tensor] = []
     for ahead, own in enumerate(logits.split(labels.shape[0]), 2):
@@ -158,9 +161,8 @@ def multi_token_loss(logits: Tensor, labels: Tensor, position_ids: Tensor | None
             targets = targets.where(position_ids[:, ahead:] - position_ids[:, :-ahead] == ahead, _IGNORED)
         targets = F.pad(targets, (0, min(ahead, labels.shape[1])), value=_IGNORED)
         own = own.to(torch.promote_types(own.dtype, torch.float32)).flatten(0, 1)
-        total = F.cross_entropy(own, targets.flatten(), ignore_index=_IGNORED, reduction="sum")
-        losses.append(total / (targets != _IGNORED).sum().clamp(min=1))
-    return torch.stack(losses).sum()
+        losses.append(F.cross_entropy(own, targets.flatten(), ignore_index=_IGNORED, reduction="sum"))
+    return torch.stack(losses).sum() / (labels[:, 1:] != _IGNORED).sum().clamp(min=1)
 
 
 @dataclass(repr=False, eq=False)
@@ -169,8 +171,8 @@ class MultiTokenPrediction(ModelSurgery):
 
     On `INIT` it applies `apply_multi_token_prediction` to `state.model` and `state.optimizers`, after algorithms that
     replace layers. On `BEFORE_BACKWARD` it adds `coefficient * multi_token_loss(...)` of the `labels` in the batch to
-    `state.loss`. Like the loss itself, it is a mean over each microbatch. Loading a checkpoint of the changed model
-    applies it. Hugging Face folders and exported models do not contain the heads.
+    `state.loss`, divided by the number of next-token targets of the microbatch. Loading a checkpoint of the changed
+    model applies it. Hugging Face folders and exported models do not contain the heads.
 
     Args:
         num_extra_tokens: Number of heads, 1 or more.

@@ -335,7 +335,7 @@ class LogitSoftcap(AppliedFunction, ModelSurgery):
 
     surgery_rank = 5
     function = staticmethod(apply_logit_softcap)
-    counted = "logit_softcap/numoutput_layers"
+    counted = "logit_softcap/num_output_layers"
 
     cap: float = 30.0
 

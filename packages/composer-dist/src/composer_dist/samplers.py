@@ -36,7 +36,8 @@ class _ShuffledSampler(DistributedSampler[int]):
     def _draw(self) -> tuple[Tensor, Tensor]:
         """Return this rank's positions in the order of all ranks, and the epoch's permutation of the dataset."""
         order = torch.randperm(self._length, generator=torch.Generator().manual_seed(self.seed + self.epoch))
-        return torch.arange(self.rank, self.total_size, self.num_replicas), order
+        # Not arange from the rank, which may be more than the size.
+        return torch.arange(self.total_size)[self.rank :: self.num_replicas], order
 
 
 class RepeatedAugmentationSampler(_ShuffledSampler):
@@ -109,7 +110,7 @@ class LengthCurriculumSampler(_ShuffledSampler):
         seed: See `get_sampler`. Each epoch has its own order; call `set_epoch` before each, as a Trainer does.
 
     Raises:
-        ValueError: If the number of `lengths` is not that of the samples, `num_epochs` is negative or not finite, or
+        ValueError: If `lengths` is not one number for each sample, `num_epochs` is negative or not finite, or
             `initial_fraction` is not above 0 and at most 1.
 
     Example:
@@ -141,13 +142,19 @@ class LengthCurriculumSampler(_ShuffledSampler):
             raise ValueError(
                 f"lengths has {len(lengths)} entries, and the dataset {self._length} samples: pass one for each."
             )
+        known = torch.as_tensor(lengths)
+        if known.ndim != 1 or known.isnan().any():
+            raise ValueError(
+                f"lengths must be one number for each sample, and not NaN; got shape {tuple(known.shape)} with "
+                f"{int(known.isnan().sum())} NaN."
+            )
         if not 0 <= num_epochs < math.inf:
             raise ValueError(f"num_epochs={num_epochs!r} must be 0 or more, and finite.")
         if not 0 < initial_fraction <= 1:
             raise ValueError(f"initial_fraction={initial_fraction!r} must be above 0 and at most 1.")
         self.num_epochs = num_epochs
         self.initial_fraction = initial_fraction
-        self._by_length = torch.as_tensor(lengths).argsort(stable=True)
+        self._by_length = known.argsort(stable=True)
 
     def __iter__(self) -> Iterator[int]:
         """Return the samples of this rank in the current epoch."""

@@ -6,6 +6,7 @@ models of transformers derive from them which tokens may attend to each other. T
 -100, so that no document predicts the next one.
 """
 
+import operator
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -138,8 +139,8 @@ class PackedStream(IterableDataset[dict[str, Tensor]]):
         window_size: Tokens in a window.
         end_of_document: See `PackedDataset`.
         too_long: See `PackedDataset`.
-        method: `'best_fit'` puts each document into the open window with the least sufficient room; `'concatenate'`
-            see `PackedDataset`.
+        method: `'best_fit'` puts each document into the open window with the least sufficient room; for
+            `'concatenate'`, see `PackedDataset`.
         num_open: The number of windows that `'best_fit'` keeps open. If one more is needed, the fullest is returned.
 
     Raises:
@@ -435,15 +436,22 @@ def _end_token(
     for name, value, accepted in (("too_long", too_long, _TOO_LONG), ("method", method, methods)):
         if value not in accepted:
             raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, accepted))}.")
-    if end_of_document is None or type(end_of_document) is int:
-        return end_of_document
+    if end_of_document is None:
+        return None
+    if hasattr(end_of_document, "__index__") and not isinstance(end_of_document, bool):  # integers, also those of NumPy
+        return operator.index(end_of_document)
     token = getattr(end_of_document, "eos_token_id", None)
     if token is None:
         raise ValueError(
             f"end_of_document, a {type(end_of_document).__name__}, has no end-of-document token: its eos_token_id is "
             f"None. Set the tokenizer's eos_token, pass the id of a token, or pass None to append nothing."
         )
-    return int(token)
+    if not hasattr(token, "__index__"):
+        raise ValueError(
+            f"end_of_document, a {type(end_of_document).__name__}, has eos_token_id={token!r}, which must be one whole "
+            f"number. Pass the id of the token to append."
+        )
+    return operator.index(token)
 
 
 def _read(sample: Any, index: int, end: int | None) -> Document:

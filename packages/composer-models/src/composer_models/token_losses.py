@@ -1,5 +1,6 @@
 """Cross entropy of a linear output layer, computed without the logits of all tokens in memory."""
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -46,7 +47,6 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,
-    chunk_size: int | None = None,
 ) -> TokenLosses:
     """Compute the mean cross entropy of `linear(hidden, weight, bias)`, with the logits of a few tokens at a time.
 
@@ -65,14 +65,15 @@ def linear_cross_entropy(
         ignore_index: Target of tokens that do not count.
         label_smoothing: As in `cross_entropy`, in [0, 1].
         z_loss: Factor of the mean of `log_z^2`, which is added to the loss.
-        softcap: Bound of the logits: `softcap * tanh(logits / softcap)`.
-        chunk_size: Number of tokens whose logits are in memory. By default, an eighth of them or fewer.
+        softcap: Bound of the logits, above 0: `softcap * tanh(logits / softcap)`.
 
     Returns:
-        The loss and values of each token. The loss is NaN if no token counts.
+        The loss and values of each token. The loss is NaN if no token counts, or if a target is not a class of a
+        sharded `weight`.
 
     Raises:
-        ValueError: If the shapes do not fit.
+        ValueError: If the shapes do not fit, `label_smoothing` or `softcap` is out of range, or a rank would have no
+            classes of a sharded `weight`.
 
     Example:
         >>> hidden, weight = torch.zeros(2, 3, 8), torch.randn(4, 8)
@@ -87,7 +88,11 @@ def linear_cross_entropy(
             f"the targets have shape {tuple(target.shape)} and must have {tuple(hidden.shape[:-1])}, that of the "
             f"hidden states without their last dim. Pass one label for each token."
         )
-    statistics = token_statistics(hidden, weight, target, bias, ignore_index, softcap, chunk_size)
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing={label_smoothing!r} must be in [0, 1].")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"softcap={softcap!r} must be above 0 and finite. Pass None for logits without a bound.")
+    statistics = token_statistics(hidden, weight, target, bias, ignore_index, softcap)
     return reduce_statistics(statistics, target, token_weights, ignore_index, label_smoothing, z_loss)
 
 
@@ -98,7 +103,6 @@ def token_statistics(
     bias: Tensor | None = None,
     ignore_index: int = -100,
     softcap: float | None = None,
-    chunk_size: int | None = None,
 ) -> Tensor:
     """Compute what losses need to know of the logits of each token, in one tensor of shape `(..., 5)`.
 
@@ -110,9 +114,9 @@ def token_statistics(
     # each token for metrics, and torch.compile breaks the graph at it.
     index = target.masked_fill(target == ignore_index, 0).flatten()
     if isinstance(weight, DTensor):
-        statistics = _sharded_statistics(hidden, weight, index, bias, softcap, chunk_size)
+        statistics = _sharded_statistics(hidden, weight, index, bias, softcap)
     else:
-        statistics = _statistics_of(hidden, weight, index, bias, softcap, chunk_size)
+        statistics = _statistics_of(hidden, weight, index, bias, softcap)
     return statistics.unflatten(0, target.shape)
 
 
@@ -141,18 +145,16 @@ def reduce_statistics(
     return TokenLosses(loss, torch.where(counts, cross_entropy, 0.0).detach(), (is_correct > 0) & counts, log_z)
 
 
-def _statistics_of(
-    hidden: Tensor, weight: Tensor, index: Tensor, bias: Tensor | None, softcap: float | None, chunk_size: int | None
-) -> Tensor:
+def _statistics_of(hidden: Tensor, weight: Tensor, index: Tensor, bias: Tensor | None, softcap: float | None) -> Tensor:
     hidden = hidden.flatten(0, -2)
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    return _token_statistics(hidden, weight, bias, index, softcap or 0.0, chunk_size or 0)
+    return _token_statistics(hidden, weight, bias, index, softcap or 0.0)
 
 
 def _sharded_statistics(
-    hidden: Tensor, weight: DTensor, index: Tensor, bias: Tensor | None, softcap: float | None, chunk_size: int | None
+    hidden: Tensor, weight: DTensor, index: Tensor, bias: Tensor | None, softcap: float | None
 ) -> Tensor:
     """Combine the statistics of each rank's classes."""
     mesh = weight.device_mesh
@@ -161,23 +163,30 @@ def _sharded_statistics(
             f"the weight of the output layer has placements {weight.placements} on a mesh of {mesh.ndim} dims, and "
             f"must be Shard(0) on a mesh of one dim. Shard the output layer with ColwiseParallel."
         )
+    size = -(-weight.shape[0] // mesh.size())  # of all shards but the last, as torch.chunk cuts
+    if size * (mesh.size() - 1) >= weight.shape[0]:
+        raise ValueError(
+            f"the weight of the output layer has {weight.shape[0]} classes, and some of the {mesh.size()} ranks of "
+            f"its mesh have none. Use fewer ranks for tensor parallelism, or pad the vocabulary."
+        )
     if not isinstance(hidden, DTensor):
         hidden = DTensor.from_local(hidden, mesh, [Replicate()])
     # The gradient of each rank is that of its classes, and they are added.
     hidden = hidden.redistribute(mesh, [Replicate()]).to_local(grad_placements=[Partial()])
     local_weight = weight.to_local()
     local_bias = bias.to_local() if isinstance(bias, DTensor) else bias
-    size = -(-weight.shape[0] // mesh.size())  # of all shards but the last, as torch.chunk cuts
     here = index - size * mesh.get_local_rank()
     is_here = (here >= 0) & (here < local_weight.shape[0])
-    own = _statistics_of(hidden, local_weight, here.where(is_here, 0), local_bias, softcap, chunk_size)
+    own = _statistics_of(hidden, local_weight, here.where(is_here, 0), local_bias, softcap)
     log_z, target_logit, mean_logit, maximum, is_correct = own.unbind(-1)
     rows = [log_z, target_logit * is_here, mean_logit * local_weight.shape[0], maximum, is_correct * is_here]
+    # No shard has a target that is not a class. NaN shows this without waiting for the device.
+    is_class = (index >= 0) & (index < weight.shape[0])
     gathered = DTensor.from_local(torch.stack(rows)[None], mesh, [Shard(0)]).full_tensor()
     return torch.stack(
         [
             gathered[:, 0].logsumexp(0),
-            gathered[:, 1].sum(0),
+            gathered[:, 1].sum(0).where(is_class, torch.nan),
             gathered[:, 2].sum(0) / weight.shape[0],
             gathered[:, 3].amax(0),
             (gathered[:, 4] * (gathered[:, 3] == gathered[:, 3].amax(0))).amax(0),
@@ -186,10 +195,9 @@ def _sharded_statistics(
     )
 
 
-def _chunks(num_tokens: int, num_classes: int, chunk_size: int) -> Iterator[slice]:
-    if not chunk_size:
-        chunk_size = max(_MIN_CHUNK_TOKENS, _CHUNK_ELEMENTS // num_classes)
-        chunk_size = max(1, min(chunk_size, num_tokens // _MIN_CHUNKS))
+def _chunks(num_tokens: int, num_classes: int) -> Iterator[slice]:
+    chunk_size = max(_MIN_CHUNK_TOKENS, _CHUNK_ELEMENTS // num_classes)
+    chunk_size = max(1, min(chunk_size, num_tokens // _MIN_CHUNKS))
     return (slice(start, start + chunk_size) for start in range(0, num_tokens, chunk_size))
 
 
@@ -202,12 +210,10 @@ def _logits_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: flo
 # Operators, which torch.compile does not look into: it would find that the logits of the forward and the backward pass
 # are equal and keep them.
 @torch.library.custom_op("composer_models::token_statistics", mutates_args=())
-def _token_statistics(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, softcap: float, chunk_size: int
-) -> Tensor:
+def _token_statistics(hidden: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, softcap: float) -> Tensor:
     statistics = hidden.new_empty((len(hidden), 5), dtype=torch.promote_types(hidden.dtype, torch.float32))
     with torch.autocast(hidden.device.type, enabled=False):
-        for rows in _chunks(len(hidden), len(weight), chunk_size):
+        for rows in _chunks(len(hidden), len(weight)):
             log_z, target_logit, mean_logit, maximum, is_correct = statistics[rows].unbind(-1)
             logits, targets = _logits_of(hidden[rows], weight, bias, softcap), index[rows]
             largest, best = logits.max(dim=-1)
@@ -221,7 +227,7 @@ def _token_statistics(
 
 
 @_token_statistics.register_fake
-def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, softcap: float, chunk_size: int) -> Tensor:
+def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, softcap: float) -> Tensor:
     return hidden.new_empty((hidden.shape[0], 5), dtype=torch.promote_types(hidden.dtype, torch.float32))
 
 
@@ -233,7 +239,6 @@ def _token_statistics_backward(
     bias: Tensor | None,
     index: Tensor,
     softcap: float,
-    chunk_size: int,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     hidden_grad = torch.empty_like(hidden)
@@ -241,7 +246,7 @@ def _token_statistics_backward(
     weight_grad = weight.new_zeros(weight.shape if needs_weight else (0,), dtype=grad.dtype)
     bias_grad = weight.new_zeros(0 if bias is None else bias.shape, dtype=grad.dtype)
     with torch.autocast(hidden.device.type, enabled=False):
-        for rows in _chunks(len(hidden), len(weight), chunk_size):
+        for rows in _chunks(len(hidden), len(weight)):
             logits = _logits_of(hidden[rows], weight, bias, softcap)
             slope = logits.div(softcap).square_().neg_().add_(1) if softcap else None
             by_log_z, by_target, by_mean = grad[rows, :3, None].unbind(1)
@@ -268,7 +273,6 @@ def _(
     bias: Tensor | None,
     index: Tensor,
     softcap: float,
-    chunk_size: int,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     weight_grad = torch.empty_like(weight) if needs_weight else weight.new_empty(0)
@@ -283,7 +287,7 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     needs_weight = ctx.needs_input_grad[1]
     hidden, weight, bias = _token_statistics_backward(grad, *ctx.saved_tensors, *ctx.settings, needs_weight)
-    return hidden, weight if needs_weight else None, bias if ctx.needs_input_grad[2] else None, None, None, None
+    return hidden, weight if needs_weight else None, bias if ctx.needs_input_grad[2] else None, None, None
 
 
 _token_statistics.register_autograd(_backward, setup_context=_keep_for_backward)

@@ -90,9 +90,11 @@ def is_on_console(ending: "Ending") -> bool:
 
 
 def waited_for_another(ending: "Ending") -> bool:
-    """Return whether a rank ended because it had waited too long for another one."""
+    """Return whether a rank ended because it had waited too long for another one, and not for its own data, say."""
     message = str(ending.error.get("message", "")) if ending.error else ""
-    return "timed out" in f"{message}{_last_words(ending)}".lower() or "timeout" in message.lower()
+    words = f"{message}{_last_words(ending)}".lower()
+    is_of_ranks = any(each in words for each in ("gloo", "nccl", "collective", "torch/distributed"))
+    return is_of_ranks and ("timed out" in words or "timeout" in message.lower())
 
 
 def brief(ending: "Ending", folder: str) -> str:
