@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -25,10 +25,14 @@ QUESTIONS = [
 LONG = " w9 w1 w9 w2 w8 w7 w4 w5 w6 w20 w21 w22 w23"
 
 
-def make_tokenizer():
+def make_tokenizer(*, adds_bos=False):
     words = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<end>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", unk_token="<end>")
+    bos = {}
+    if adds_bos:
+        words.post_processor = processors.TemplateProcessing(single="w30 $A", special_tokens=[("w30", 31)])
+        bos = {"bos_token": "w30"}
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", unk_token="<end>", **bos)
 
 
 def make_model(kind):
@@ -49,6 +53,7 @@ def make_model(kind):
         max_position_embeddings=12,
         attention_dropout=0.1,
         initializer_range=0.3,
+        eos_token_id=0,
     )
     return HuggingFaceModel(LlamaForCausalLM(config), make_tokenizer(), use_logits=True)
 
@@ -193,12 +198,32 @@ def test_two_ranks_with_fsdp_log_what_one_process_logs(kind, tmp_path):
     assert first == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.parametrize("adds_bos", [False, True])
+def test_results_are_those_of_the_class_of_lm_eval_for_transformers(adds_bos, tmp_path):
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+
+    from composer_hf import LMEvalHarness
+
+    model, tokenizer = make_model("llama"), make_tokenizer(adds_bos=adds_bos)
+    tasks = make_tasks(tmp_path, model)
+    model.model.generation_config.eos_token_id = [0, 2]
+    harness = LMEvalHarness(tasks, tokenizer=tokenizer, batch_size=3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with Trainer(model=model, optimizers=optimizer, device="cpu", progress_bar=False) as trainer:
+        found = harness.evaluate(trainer.state, trainer.logger)
+    theirs = HFLM(pretrained=model.model.eval(), tokenizer=tokenizer, batch_size=1, device="cpu", max_length=12)
+    results = simple_evaluate(theirs, tasks=make_tasks(tmp_path, model), bootstrap_iters=0)["results"]
+    for task, metric in (("choice", "acc"), ("words", "word_perplexity"), ("greedy", "exact_match")):
+        assert found[f"metrics/lm_eval/{task}/{metric}"] == pytest.approx(results[task][f"{metric},none"], rel=1e-5)
+
+
 def test_a_model_without_a_tokenizer_is_refused_before_training(tmp_path):
     from composer_hf import LMEvalHarness
 
     model = make_model("gpt")
     with (
-        pytest.raises(ValueError, match="there is no tokenizer"),
+        pytest.raises(ValueError, match="the tokenizer is missing"),
         Trainer(
             model=model,
             train_dataloader=batches(),

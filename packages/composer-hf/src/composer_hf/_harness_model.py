@@ -33,6 +33,10 @@ class HarnessModel(TemplateLM):
         super().__init__()
         self.model, self.tokenizer, self._to = model, tokenizer, device.batch_to_device
         self.max_length, self.batch_size, self._divides = max_length, batch_size, divides
+        # A model may end its texts with other tokens than the tokenizer names, such as those of a chat.
+        generation = getattr(getattr(model, "model", None), "generation_config", None)
+        ends = getattr(generation, "eos_token_id", None)
+        self.end_token_ids = {self.eot_token_id, *(ends if isinstance(ends, list) else [ends])}
 
     @property
     def eot_token_id(self) -> int:
@@ -46,8 +50,11 @@ class HarnessModel(TemplateLM):
         return self.eot_token_id if bos is None else bos
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Return the tokens of a text, without special ones unless asked for."""
-        return self.tokenizer.encode(string, add_special_tokens=bool(add_special_tokens))
+        """Return the tokens of a text; by default with the tokenizer's special tokens, and with one BOS at most."""
+        if add_special_tokens is None:
+            bos = self.tokenizer.bos_token
+            add_special_tokens = not (bos and string.startswith(bos))
+        return self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **kwargs: Any) -> list[tuple[float, bool]]:
         if too_long := [len(target) for *_, target in requests if len(target) > self.max_length]:
@@ -141,7 +148,7 @@ class _Greedy:
         until = options.get("until") or []
         self._stops = [until] if isinstance(until, str) else list(until)
         self._left = int(options.get("max_gen_toks", options.get("max_new_tokens", _MAX_NEW_TOKENS)))
-        self._tokenizer, self._end = language_model.tokenizer, language_model.eot_token_id
+        self._tokenizer, self._ends = language_model.tokenizer, language_model.end_token_ids
         room = max(language_model.max_length - self._left, 1)
         self.tokens = (context or [language_model.prefix_token_id])[-room:]
         self._new: list[int] = []
@@ -151,11 +158,10 @@ class _Greedy:
         if self.is_done:
             return
         self._left -= 1
-        if token != self._end:
-            self.tokens = [*self.tokens, token]
-            self._new.append(token)
-            self.text = self._tokenizer.decode(self._new, skip_special_tokens=True)
+        self.tokens = [*self.tokens, token]
+        self._new.append(token)
+        self.text = self._tokenizer.decode(self._new, skip_special_tokens=True)
         places = [place for stop in self._stops if stop and (place := self.text.find(stop)) >= 0]
         if places:
             self.text = self.text[: min(places)]
-        self.is_done = bool(places) or token == self._end or self._left < 1
+        self.is_done = bool(places) or token in self._ends or self._left < 1

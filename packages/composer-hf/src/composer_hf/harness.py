@@ -40,7 +40,7 @@ class LMEvalHarness(Callback):
 
     Raises:
         MissingConditionalImportError: If lm-eval is not installed.
-        ValueError: If an argument is invalid; when training begins, if there is no tokenizer, it has no
+        ValueError: If an argument is invalid; when training begins, if the tokenizer is missing, it has no
             `eos_token_id`, or the maximum length is unknown; in evaluation, if a continuation is longer than
             `max_length` or a task samples.
 
@@ -121,7 +121,7 @@ class LMEvalHarness(Callback):
         model: Any = unwrap_model(state.model)
         tokenizer = self.tokenizer if self.tokenizer is not None else getattr(model, "tokenizer", None)
         if getattr(tokenizer, "eos_token_id", None) is None:
-            lacks = "there is no tokenizer" if tokenizer is None else "the tokenizer has no eos_token_id"
+            lacks = "the tokenizer is missing" if tokenizer is None else "the tokenizer has no eos_token_id"
             raise ValueError(
                 f"{type(model).__name__} cannot be evaluated by lm-eval: {lacks}. Pass LMEvalHarness(tokenizer=...) a "
                 f"tokenizer of transformers with an end-of-text token."
