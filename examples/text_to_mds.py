@@ -61,11 +61,14 @@ def read_documents(paths: Iterable[Path], field: str) -> Iterator[tuple[str, int
             continue
         with path.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
-                entries = json.loads(line)
-                if not isinstance(entries.get(field), str):
-                    raise ValueError(
-                        f"{path}, line {number}: no text in {field!r}, but {sorted(entries)}. See --field."
-                    )
+                if not line.strip():
+                    continue
+                try:
+                    entries = json.loads(line)
+                except ValueError as error:
+                    raise ValueError(f"{path}, line {number}: not JSON: {error}.") from None
+                if not isinstance(entries, dict) or not isinstance(entries.get(field), str):
+                    raise ValueError(f"{path}, line {number}: must be a mapping with a text in {field!r}. See --field.")
                 yield entries[field], len(line.encode())
 
 
@@ -88,10 +91,16 @@ def write_windows(windows: Any, folder: Path, tokenizer: Any, window: int) -> No
 
 def convert(paths: list[Path], out: Path, tokenizer: Any, settings: dict[str, Any]) -> None:
     """Write all groups that are not yet complete, and the index of all of them."""
+    if others := [str(path) for path in paths if path.suffix not in (".txt", ".jsonl")]:
+        raise ValueError(f"Only files .txt and .jsonl are read; got {', '.join(others)}.")
     out.mkdir(parents=True, exist_ok=True)
-    described, note = {**settings, "paths": list(map(str, paths))}, out / "settings.json"
+    files = [[str(path), path.stat().st_size, path.stat().st_mtime] for path in paths]
+    described, note = {**settings, "files": files}, out / "settings.json"
     if note.exists() and json.loads(note.read_text()) != described:
-        raise ValueError(f"{out} was begun with other arguments: {note.read_text()} Choose another folder.")
+        raise ValueError(
+            f"{out} was begun with other arguments, or the files have changed since: {note.read_text()} Choose another "
+            "folder."
+        )
     note.write_text(json.dumps(described))
     folders: list[Path] = []
     with tqdm(total=sum(path.stat().st_size for path in paths), unit="B", unit_scale=True) as progress:

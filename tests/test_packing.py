@@ -437,3 +437,29 @@ def test_text_becomes_the_same_shards_after_an_interruption(tmp_path, corpus, tr
         kept = window["input_ids"][(window["position_ids"] > 0) | starts]
         found += trained_tokenizer.decode(kept[kept != end])
     assert sorted(found.split()) == sorted(" ".join(texts).split())
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.jsonl", '{"text": "one"}\n\n{"text": ', r"a\.jsonl, line 3: not JSON"),
+        ("a.jsonl", '["one"]', r"a\.jsonl, line 1: must be a mapping with a text in 'text'"),
+        ("a.jsonl", '{"txt": "one"}', r"a\.jsonl, line 1: must be a mapping with a text in 'text'"),
+        ("a.md", "one", r"Only files .txt and .jsonl are read; got .*a\.md"),
+    ],
+)
+def test_text_that_cannot_be_converted_is_named_by_file_and_line(tmp_path, name, text, message):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=message):
+        text_to_mds.main([str(tmp_path / name), "--out", str(tmp_path / "out"), "--window", "8"])
+
+
+def test_a_file_that_has_changed_is_not_taken_for_the_one_that_was_converted(tmp_path):
+    file = tmp_path / "a.jsonl"
+    arguments = [str(file), "--out", str(tmp_path / "out"), "--window", "8"]
+    file.write_text('{"text": "one"}\n')
+    text_to_mds.main(arguments)
+    text_to_mds.main(arguments)
+    file.write_text('{"text": "other"}\n')
+    with pytest.raises(ValueError, match="files have changed since"):
+        text_to_mds.main(arguments)

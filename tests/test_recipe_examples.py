@@ -5,9 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jsonschema
 import numpy as np
 import pytest
 import transformers
+import yaml
 from streaming import MDSWriter
 from tokenizers import Tokenizer, models
 
@@ -68,3 +70,15 @@ def test_a_sweep_trains_each_combination_and_compares_the_runs(tmp_path):
     assert runs == {"optimizers.lr=1e-3", "optimizers.lr=4e-3"}
     page = (tmp_path / "runs/digits-sweep/report.html").read_text()
     assert all(run in page for run in runs)
+
+
+def test_the_schema_is_valid_and_finds_what_is_wrong(tmp_path):
+    schema = json.loads(composer("schema", cwd=tmp_path))
+    jsonschema.Draft202012Validator.check_schema(schema)
+    validator = jsonschema.Draft202012Validator(schema)
+    for path in EXAMPLES.glob("*.yaml"):
+        assert not list(validator.iter_errors(yaml.safe_load(path.read_text()))), path
+    values = yaml.safe_load((EXAMPLES / "digits.yaml").read_text())
+    for change in ({"optimizers": {"name": "decoupled_adamw", "lrr": 1}}, {"max_duration": [1]}, {"device": [3]}):
+        (error,) = validator.iter_errors({**values, **change})
+        assert next(iter(error.absolute_path)) == next(iter(change))

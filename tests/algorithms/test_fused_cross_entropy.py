@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 
-from composer import Trainer
+from composer import Engine, Event, State, Trainer
 from composer.algorithms import FusedCrossEntropy, LabelSmoothing, LogitSoftcap, MultiTokenPrediction, ZLoss
 from composer.functional import apply_factorization, apply_fused_cross_entropy, apply_logit_softcap
 from composer.models import ComposerGPT, HuggingFaceModel
@@ -142,6 +142,24 @@ def test_training_with_a_cap_and_z_loss_and_its_metrics_are_the_same(name):
     actual = train(make(name), FusedCrossEntropy(), *methods, device_train_microbatch_size=2)
     assert {"LanguageCrossEntropy"} < actual[0].keys()
     torch.testing.assert_close(actual, expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("is_padded", [False, True])
+@pytest.mark.parametrize("name", ["gpt", *FUSED])
+def test_z_loss_is_the_mean_over_the_tokens_of_the_loss(name, is_padded):
+    """So microbatches and ranks, which are weighted by these tokens, add up to the whole batch."""
+    model, given = make(name), batch()
+    if is_padded:
+        given["attention_mask"] = torch.ones_like(given["labels"])
+    state = State(model, rank_zero_seed=0, max_duration="1ep", algorithms=[ZLoss(0.5)], dataloader=[0])
+    state.batch, state.outputs, state.loss = given, model(given), torch.tensor(2.0)
+    Engine(state).run_event(Event.BEFORE_BACKWARD)
+    logits = getattr(state.outputs, "logits", state.outputs)
+    targets = given["labels"]
+    if name != "BertForMaskedLM":
+        logits, targets = logits[:, :-1], targets[:, 1:]
+    squares = logits.logsumexp(dim=-1).square()[targets != -100]
+    torch.testing.assert_close(state.loss, 2 + 0.5 * squares.mean())
 
 
 def test_what_needs_logits_in_training_is_refused_by_name():

@@ -79,3 +79,20 @@ def test_other_models_are_left_alone_with_a_warning(model):
 def test_what_does_not_fit_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("images", "eps", "message"),
+    [
+        (torch.ones(10, 3, 8, 8), 0.0, "eps=0.0 is too small"),
+        (torch.rand(10, 1, 8, 8).expand(-1, 3, -1, -1), 0.0, "eps=0.0 is too small"),
+        (torch.full((10, 3, 8, 8), float("nan")), 5e-4, "NaN or infinite"),
+        (torch.rand(100, 3, 1, 8), 5e-4, "smaller than the kernel"),
+    ],
+)
+def test_images_that_have_no_filters_are_refused(images, eps, message):
+    conv = nn.Conv2d(3, 24, 2)
+    before = conv.weight.clone()
+    with pytest.raises(ValueError, match=message):
+        apply_whitening_init(conv, images, eps=eps)
+    assert torch.equal(conv.weight, before)

@@ -89,8 +89,12 @@ def test_each_batch_is_as_the_formula_of_the_paper_says(microbatch):
     torch.testing.assert_close(scale, expected[0] / expected[1])
 
 
-def test_it_tends_to_the_noise_scale_of_a_normal_distribution():
-    values = measure()
+@pytest.mark.parametrize("microbatch", [8, 12, 20])
+def test_it_tends_to_the_noise_scale_of_a_normal_distribution(microbatch):
+    assert_normal(measure(microbatch=microbatch))
+
+
+def assert_normal(values):
     trace, squared_norm = WIDTH * SIGMA**2, WIDTH
     assert values[1, -1] == pytest.approx(trace, rel=0.1)
     assert values[2, -1] == pytest.approx(squared_norm, rel=0.15)
@@ -108,6 +112,7 @@ def on_two_ranks():
         "DDP": measure(64, microbatch=16, smoothing=0.0),
         "DDP, microbatches": measure(64, microbatch=8, smoothing=0.0),
         "FSDP2, microbatches": measure(64, microbatch=4, smoothing=0.0, **sharded),
+        "FSDP2, unequal microbatches": measure(microbatch=12, **sharded),
     }
 
 
@@ -120,6 +125,7 @@ def test_two_ranks_are_two_parts_and_shards_are_measured_by_microbatches(tmp_pat
     torch.testing.assert_close(first["DDP"][1:], by_formula(of_ranks, 16))
     torch.testing.assert_close(first["DDP, microbatches"][1:], by_formula(of_ranks, 8))
     torch.testing.assert_close(first["FSDP2, microbatches"][1:], by_formula(data, 8, num_parts=1))
+    assert_normal(first["FSDP2, unequal microbatches"])
 
 
 def test_a_resumed_callback_continues_its_means():

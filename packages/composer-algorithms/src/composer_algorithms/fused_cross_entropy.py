@@ -164,6 +164,18 @@ class _FusedLinear(nn.Linear):
         return self.statistics
 
 
+def find_label_shift(model: nn.Module) -> bool | None:
+    """Return whether the loss of a language model is that of the next token; `None` for models of another kind."""
+    from composer_models.gpt import GPT  # loads the metrics
+
+    for module in model.modules():
+        if isinstance(module, GPT):
+            return True
+        if (shifts := _shifts_labels(module)) is not None:
+            return shifts
+    return None
+
+
 def _shifts_labels(module: nn.Module) -> bool | None:
     """Return whether the loss of a language model of transformers is that of the next token; `None` for others."""
     config: Any = getattr(module, "config", None)

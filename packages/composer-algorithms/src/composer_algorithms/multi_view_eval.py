@@ -137,7 +137,7 @@ def _average(outputs: Tensor, num_images: int, flip: bool, shift: int, average: 
     if outputs.ndim != 2 or len(outputs) != (1 + flip) * len(of_shifts) * num_images:
         raise UnsupportedBatchError(
             f"MultiViewEval averages logits of shape (batch, classes), and {num_images} images and their views have "
-            f"outputs of shape {tuple(outputs.shape)}: leave MultiViewEval out for this model."
+            f"outputs of shape {tuple(outputs.shape)}. Use one MultiViewEval, and only for such models."
         )
     views, weights = outputs.unflatten(0, (1 + flip, -1, num_images)), of_shifts / (1 + flip)
     if average == "logits":

@@ -73,6 +73,10 @@ def apply_whitening_init(model: nn.Module, images: Tensor, eps: float = 5e-4, fr
             f"images of the shape {tuple(images.shape)} must be (batch, {conv.in_channels}, height, width), as the "
             f"first convolution gets them."
         )
+    if any(side < kernel for side, kernel in zip(images.shape[2:], conv.kernel_size, strict=True)):
+        raise ValueError(f"images of {tuple(images.shape[2:])} are smaller than the kernel, {conv.kernel_size}.")
+    if not images.isfinite().all():
+        raise ValueError("images have numbers that are NaN or infinite.")
     patches = F.unfold(images.detach().to("cpu", torch.float64), conv.kernel_size, conv.dilation)
     patches = patches.transpose(1, 2).flatten(0, 1)
     size = patches.shape[1]
@@ -84,6 +88,11 @@ def apply_whitening_init(model: nn.Module, images: Tensor, eps: float = 5e-4, fr
     largest = (vectors.abs() >= (1 - 1e-6) * vectors.abs().amax(dim=1, keepdim=True)).int().argmax(dim=1, keepdim=True)
     vectors = vectors * vectors.gather(1, largest).sign()
     filters = vectors / (values.flip(0).clamp(min=0)[:, None] + eps).sqrt()
+    if values[0] + eps <= 1e-12 * values[-1]:  # up to rounding, nothing varies in this direction
+        raise ValueError(
+            f"eps={eps!r} is too small for these images, whose patches do not vary in some direction, as those of gray "
+            f"images with three channels. Use a larger one, such as 5e-4."
+        )
     filters = torch.cat([filters, -filters])[: conv.out_channels].unflatten(1, conv.weight.shape[1:])
     with torch.no_grad():
         conv.weight[: len(filters)] = filters.to(conv.weight)

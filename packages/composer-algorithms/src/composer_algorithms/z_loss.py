@@ -17,6 +17,8 @@ __all__ = ["METADATA", "ZLoss", "z_loss"]
 
 METADATA = METHODS["z_loss"]
 
+_IGNORED = -100  # the default `ignore_index` of torch's losses and of transformers
+
 
 def z_loss(logits: Tensor, mask: Tensor | None = None) -> Tensor:
     """Compute the mean of `log(Z)^2`, where `Z` is the sum of the exponentials of the logits.
@@ -47,8 +49,9 @@ class ZLoss(Method):
     """Add `coefficient * z_loss(logits)` to the loss, so that logits do not drift to large values.
 
     On `BEFORE_BACKWARD` it changes `state.loss`, after MixUp and CutMix. The logits are `state.outputs`, or their
-    `logits` for outputs of transformers, with classes or tokens in the last dim. An `attention_mask` of their shape in
-    the batch leaves out padding. Like the loss itself, it is a mean over each microbatch.
+    `logits` for outputs of transformers, with classes or tokens in the last dim. In language models it is a mean over
+    the tokens of the loss: those whose label is not -100. In other models, an `attention_mask` of the logits' shape in
+    the batch leaves out padding.
 
     Args:
         coefficient: 0 or more.
@@ -72,6 +75,8 @@ class ZLoss(Method):
 
     def __post_init__(self) -> None:
         check_interval("[0, inf)", coefficient=self.coefficient)
+        self._model: Any = None
+        self._shifts: bool | None = None  # whether the loss of the model is that of the next token
 
     def apply(self, event: Event, state: State, logger: Logger | None) -> None:
         """Add the term to the loss."""
@@ -80,7 +85,21 @@ class ZLoss(Method):
         log_z = getattr(outputs, "log_z", None)  # of a loss that was computed without logits
         # The only logit of a token with the same normalizer.
         logits = require_tensor(outputs, "the model's output") if log_z is None else log_z[..., None]
-        mask = state.batch.get("attention_mask") if isinstance(state.batch, Mapping) else None
-        if not isinstance(mask, Tensor) or mask.shape != logits.shape[:-1]:
-            mask = None
-        state.loss = add_term(state.loss, "z_loss", self.coefficient * z_loss(logits, mask))
+        state.loss = add_term(state.loss, "z_loss", self.coefficient * z_loss(logits, self._mask(state, logits.shape)))
+
+    def _mask(self, state: State, shape: torch.Size) -> Tensor | None:
+        """Return which logits count, so that microbatches and ranks have the weights of their losses."""
+        batch: Any = state.batch
+        if not isinstance(batch, Mapping):
+            return None
+        labels, mask = batch.get("labels"), batch.get("attention_mask")
+        if isinstance(labels, Tensor) and labels.shape == shape[:-1] and len(labels.shape) == 2:
+            if self._model is not state.model:
+                from composer_algorithms.fused_cross_entropy import find_label_shift  # loads composer_models
+
+                self._model, self._shifts = state.model, find_label_shift(state.model)
+            if self._shifts:
+                return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=_IGNORED) != _IGNORED
+            if self._shifts is not None:
+                return labels != _IGNORED
+        return mask if isinstance(mask, Tensor) and mask.shape == shape[:-1] else None

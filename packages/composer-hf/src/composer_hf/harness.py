@@ -132,7 +132,7 @@ class LMEvalHarness(Callback):
                 f"the configuration of {type(model).__name__} has no max_position_embeddings. Pass "
                 f"LMEvalHarness(max_length=...) the maximum number of tokens."
             )
-        from composer_hf.harness_model import HarnessModel  # imports lm-eval
+        from composer_hf._harness_model import HarnessModel  # imports lm-eval
 
         axes = getattr(state.device_mesh, "mesh_dim_names", None) or ()
         return HarnessModel(

@@ -1,4 +1,4 @@
-"""The gradient noise scale: the batch size from which larger batches hardly make steps better."""
+"""The gradient noise scale: the batch size above which larger batches give diminishing returns."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from composer_algorithms.gradient_clipping import joint_norm
 from composer_algorithms.module_surgery import has_flat_parameters, is_dtensor
 from composer_dist import dist
 from composer_events.arguments import check_counts
+from composer_events.batches import count_samples
 from composer_events.callback import Callback
 from composer_events.logger import log_lazily
 
@@ -35,8 +36,8 @@ class GradientNoiseScale(Callback):
 
     They are estimated from the squared norms of the gradient of the batch and of those of its parts, the microbatches
     of each rank, before clipping. For weights sharded by FSDP2 or tensor parallelism, only microbatches are parts,
-    since no rank has whole gradients of its own. Microbatches and ranks are assumed to have equally many samples, and
-    losses to be means over samples.
+    since no rank has whole gradients of its own. Ranks are assumed to have equally many samples, and losses to be means
+    over samples.
 
     A measured batch needs a norm for each parameter and part, and the ranks exchange one number. The callback does not
     synchronize with the accelerator: values are read when a logger reads them.
@@ -69,7 +70,7 @@ class GradientNoiseScale(Callback):
         self._hooks: list[RemovableHandle] = []
         self._of_parts: list[Tensor] = []
         self._of_batch: Tensor | None = None
-        self._num_microbatches = 0
+        self._sizes: list[int] = []  # of the microbatches
         self._num_samples = 0  # before the batch
         self._measures = self._is_sharded = False
 
@@ -103,15 +104,16 @@ class GradientNoiseScale(Callback):
             return
         gradients = [each.grad.detach() for each in state.model.parameters() if each.grad is not None]
         self._of_batch = joint_norm(gradients)
-        self._num_microbatches += 1
-        if self._is_sharded and self._num_microbatches == 1:
+        self._sizes.append(count_samples(state.batch))
+        if self._is_sharded and len(self._sizes) == 1:
             self._of_parts.append(self._of_batch)
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Log the noise scale, if the batch was measured."""
         if self._of_batch is None:
             return
-        num, size = self._num_microbatches, int(state.timestamp.sample) - self._num_samples
+        num, size = len(self._sizes), int(state.timestamp.sample) - self._num_samples
+        weights = [each / sum(self._sizes) for each in self._sizes]  # of the microbatches in the gradient
         num_ranks = 1 if self._is_sharded else dist.get_world_size()
         whole, parts = self._of_batch.square(), torch.stack(self._of_parts).square().sum()
         self._end_batch()
@@ -126,9 +128,12 @@ class GradientNoiseScale(Callback):
         if num_ranks > 1:
             dist.all_reduce(parts)
             parts = parts / num_ranks
-        # E|whole|^2 = G^2 + trace / size. The gradient of a part counts 1 / num, so that the sum of a rank's parts has
-        # the expectation G^2 / num + trace / (size / num_ranks); if sharded, the first part is one of num in all.
-        share, per_trace = (num**-2, 1 / (num * size)) if self._is_sharded else (1 / num, num_ranks / size)
+        # E|whole|^2 = G^2 + trace / size. A part of n samples has a weight w in the gradient of its rank, so that
+        # E|w part|^2 = w^2 G^2 + w^2 trace / n. If sharded, n counts the samples of all ranks, and the first part is
+        # measured, else the sum over all parts of a rank, with w / n = num_ranks / size.
+        share, per_trace = sum(weight**2 for weight in weights), num_ranks / size
+        if self._is_sharded:
+            share, per_trace = weights[0] ** 2, weights[0] / size
         trace = (parts - share * whole) / (per_trace - share / size)
         measured = torch.stack([trace, whole - trace / size, torch.ones_like(trace)])
         means = torch.zeros_like(measured) if self._means is None else self._means.to(measured.device)
@@ -151,7 +156,7 @@ class GradientNoiseScale(Callback):
     def _end_batch(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._of_parts, self._of_batch, self._num_microbatches = [], [], None, 0
+        self._hooks, self._of_parts, self._of_batch, self._sizes = [], [], None, []
 
 
 def _metrics(now: Timestamp, means: Tensor) -> dict[str, Any]:

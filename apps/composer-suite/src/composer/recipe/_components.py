@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,13 +15,35 @@ from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 from composer.recipe._read import Key, Recipe, RecipeError, nearest, spell
 from composer_time import Time
 
-_PARTS = ("algorithms", "callbacks", "core", "datasets", "loggers", "loss", "metrics", "models", "optim", "recipe.data")
+_OWN_PARTS = (
+    "algorithms",
+    "callbacks",
+    "core",
+    "datasets",
+    "loggers",
+    "loss",
+    "metrics",
+    "models",
+    "optim",
+    "recipe.data",
+)
 ALLOWED = (
-    *(f"composer.{name}" for name in _PARTS),
+    *(f"composer.{name}" for name in _OWN_PARTS),
     *(f"composer_{name}" for name in ("algorithms", "events", "hf", "models", "optim")),
     *("torch.nn", "torch.optim", "torch.utils.data", "torchmetrics", "torchvision", "transformers", "streaming"),
 )
-"""Packages whose classes and functions every recipe may name."""
+"""Packages that every recipe may name: the functions and classes of Composer's, and classes of `_HARMLESS` in others.
+
+Libraries have functions that run programs and download code.
+"""
+
+_HARMLESS = (
+    *("torch.nn:Module", "torch.optim:Optimizer", "torch.utils.data:Dataset", "torch.utils.data:DataLoader"),
+    *("torch.utils.data:Sampler", "transformers:PretrainedConfig"),
+)
+_FUNCTIONS = ("torchvision.models.",)  # which make a network
+RUN_CODE = ("trust_remote_code", "load_trusted", "cache_clear_cmd")
+"""Names of arguments that make a model, a checkpoint or a callback run code."""
 
 TARGET = "_target_"
 
@@ -89,6 +112,7 @@ class Components:
     def __init__(self, recipe: Recipe, allow: Sequence[str] = (), *, trust_remote_code: bool = False) -> None:
         self._recipe = recipe
         self._allowed = (*ALLOWED, *allow)
+        self._further = tuple(allow)
         self._trusts = trust_remote_code
 
     def check(self, value: Any, key: Key, section: Section, given: Sequence[str] = ()) -> Any:
@@ -164,6 +188,13 @@ class Components:
         # What a module of an allowed package merely imports is not allowed.
         if not callable(found) or not (self._is_allowed(home) or _OWN.match(home)):
             raise self._recipe.error(key, f"{path!r} must be a class or function that is defined in that package.")
+        is_trusted = _OWN.match(path) or any(path.startswith(f"{package}.") for package in self._further)
+        if not is_trusted and not path.startswith(_FUNCTIONS) and not _is_harmless(found):
+            raise self._recipe.error(
+                key,
+                f"{path!r} must be a module, optimizer, dataset, dataloader, sampler, metric or configuration. Pass "
+                f"--allow {path.split('.')[0]} to name everything in that package.",
+            )
         return found
 
     def _is_allowed(self, path: str) -> bool:
@@ -185,8 +216,8 @@ class Components:
         parameter = parameters.get(name)
         if parameter is None and not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
             raise self._recipe.error(key, f"{name!r} is not an argument. {nearest(name, parameters)}")
-        if name == "trust_remote_code" and value and not self._trusts:
-            raise self._recipe.error(key, "runs code that comes with a model. Pass --trust-remote-code to allow it.")
+        if name in RUN_CODE and value and not self._trusts:
+            raise self._recipe.error(key, "runs code that comes with the recipe or a model. Pass --trust-remote-code.")
         planned = self._nested(value, key)
         if parameter is not None and not has_component(planned):
             return self._fitting(planned, parameter.annotation, key)
@@ -198,7 +229,7 @@ class Components:
             if TARGET in members:
                 return self.check(members, key, Section())
             for name in members:
-                if name == "trust_remote_code" and members[name] and not self._trusts:
+                if name in RUN_CODE and members[name] and not self._trusts:
                     self.argument({}, name, True, (*key, name))
             return {name: self._nested(member, (*key, name)) for name, member in members.items()}
         if isinstance(value, list):
@@ -210,12 +241,19 @@ class Components:
             if isinstance(value, str) and _takes_time(annotation):
                 Time.from_timestring(value)
             adapter = adapter_of(annotation)
-            return value if adapter is None else adapter.validate_python(value)
+            fitting = value if adapter is None else adapter.validate_python(value)
         except ValidationError as error:
             problems = dict.fromkeys(each["msg"] for each in error.errors(include_url=False, include_context=False))
             raise self._recipe.error(key, f"{value!r} does not fit: {'; or '.join(list(problems)[:3])}.") from None
         except ValueError as error:
             raise self._recipe.error(key, str(error)) from None
+        if (
+            isinstance(value, bool | str)
+            and isinstance(fitting, bool | int | float)
+            and type(fitting) is not type(value)
+        ):
+            raise self._recipe.error(key, f"{value!r} does not fit: it must be a {type(fitting).__name__}.")
+        return fitting
 
 
 @dataclass
@@ -263,6 +301,18 @@ def has_component(plan: Any) -> bool:
 
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def _is_harmless(found: Any) -> bool:
+    """Return whether something is a class of those that cannot be used to run programs or code from elsewhere."""
+    if not inspect.isclass(found):
+        return False
+    for path in _HARMLESS:
+        module, _, name = path.partition(":")
+        # If nothing has imported it, nothing derives from it.
+        if module in sys.modules and issubclass(found, getattr(sys.modules[module], name)):
+            return True
+    return False
 
 
 @cache

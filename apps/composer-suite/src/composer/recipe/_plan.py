@@ -124,6 +124,8 @@ class Plan:
         if "fsdp_config" in values:
             if "parallelism_config" in values:
                 raise self._recipe.error(("fsdp_config",), "belongs into parallelism_config, which the recipe has.")
+            if not isinstance(values["fsdp_config"], dict | None):
+                raise self._recipe.error(("fsdp_config",), f"{values['fsdp_config']!r} must be a mapping.")
             if values["fsdp_config"]:
                 settings: Any = dict(values["fsdp_config"])
                 if isinstance(values.get("model"), dict) and values["model"].get("init_device") == "mixed":
@@ -148,8 +150,8 @@ class Plan:
         if isinstance(value, dict) and TARGET in value:
             return self._components.check(value, key, Section())
         settings: Any = {"name": value} if isinstance(value, str) else value
-        unknown = set(settings) - {"name", "kwargs"} if isinstance(settings, dict) else {"name"}
-        if unknown or not isinstance(settings.get("name"), str):
+        unknown = not isinstance(settings, dict) or "name" not in settings or bool(set(settings) - {"name", "kwargs"})
+        if unknown or not isinstance(settings["name"], str) or not isinstance(settings.get("kwargs", {}), dict | None):
             raise self._recipe.error(key, f"{value!r} must be the name or path of a tokenizer, or name and kwargs.")
         kwargs = cast("dict[str, Any]", settings.get("kwargs") or {})
         load = _load_tokenizer

@@ -213,8 +213,11 @@ class _Reader(SafeConstructor):
         kind = node.tag.removeprefix(_CORE)
         if kind == "str" and _FLOAT.fullmatch(node.value) and getattr(node, "style", None) is None:
             return float(node.value.replace("_", ""))
-        if kind == "timestamp":
+        # Dates, and what YAML 1.1 takes for numbers to the base of 60 or 8.
+        if kind == "timestamp" or (kind in ("int", "float") and ":" in node.value):
             return node.value
+        if kind == "int" and re.fullmatch("[-+]?0[0-9_]+", node.value):
+            return int(node.value)
         self._check_tag(node, "str", "int", "float", "bool", "null")
         try:
             return self.construct_object(node)
