@@ -193,7 +193,7 @@ def on_ranks(kind, folder):
 @pytest.mark.parametrize("kind", ["gpt", "llama"])
 def test_two_ranks_with_fsdp_log_what_one_process_logs(kind, tmp_path):
     expected = fit(kind, tmp_path)[0]
-    first, second = run_ranks(on_ranks, kind, str(tmp_path), store=tmp_path / "store")
+    first, second = run_ranks(on_ranks, kind, str(tmp_path), store=tmp_path / "store", timeout_s=400)
     assert first == second
     assert first == pytest.approx(expected, rel=1e-4)
 
