@@ -1,6 +1,7 @@
 """The recipes among the examples train, and a sweep over one compares its runs."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -65,6 +66,10 @@ def test_a_sweep_trains_each_combination_and_compares_the_runs(tmp_path):
     assert output.splitlines()[0].endswith("optimizers.lr=1e-3 seed=1 run_name=optimizers.lr=1e-3-seed=1")
     assert not list(tmp_path.iterdir())
 
+    output = composer("sweep", "--dry-run", *sweep[1:], "save_folder=x/y,x_y,x_y", "seed=2..1", cwd=tmp_path)
+    names = [line.rpartition("run_name=")[2] for line in output.splitlines()]
+    assert len(names) == len(set(names)) == 4
+
     composer(*sweep, "optimizers.lr=1e-3,4e-3", cwd=tmp_path)
     runs = {path.parent.name for path in tmp_path.glob("runs/digits-sweep/*/recipe.yaml")}
     assert runs == {"optimizers.lr=1e-3", "optimizers.lr=4e-3"}
@@ -72,13 +77,18 @@ def test_a_sweep_trains_each_combination_and_compares_the_runs(tmp_path):
     assert all(run in page for run in runs)
 
 
+def as_editors_read(path):
+    """Return the values of a file as in YAML 1.2, where 4e-3 is a number."""
+    return yaml.safe_load(re.sub(r"\b(\d+)e-(\d+)\b", r"\1.0e-\2", path.read_text()))
+
+
 def test_the_schema_is_valid_and_finds_what_is_wrong(tmp_path):
     schema = json.loads(composer("schema", cwd=tmp_path))
     jsonschema.Draft202012Validator.check_schema(schema)
     validator = jsonschema.Draft202012Validator(schema)
     for path in EXAMPLES.glob("*.yaml"):
-        assert not list(validator.iter_errors(yaml.safe_load(path.read_text()))), path
-    values = yaml.safe_load((EXAMPLES / "digits.yaml").read_text())
+        assert not list(validator.iter_errors(as_editors_read(path))), path
+    values = as_editors_read(EXAMPLES / "digits.yaml")
     for change in ({"optimizers": {"name": "decoupled_adamw", "lrr": 1}}, {"max_duration": [1]}, {"device": [3]}):
         (error,) = validator.iter_errors({**values, **change})
         assert next(iter(error.absolute_path)) == next(iter(change))

@@ -144,8 +144,8 @@ def test_options_of_slurm_are_directives(clients, script, capsys):
     [("jobset", models.JobsetV1alpha2JobSet), ("trainjob", models.TrainerV1alpha1TrainJob)],
 )
 def test_manifests_have_the_fields_that_the_clients_know(clients, script, tmp_path, kind, model):
-    command = "composer --nnodes=4 -n 8 --tee train.py -N 3"
-    options = ["--image", "a/b:1", "--kind", kind, "--namespace", "ml", "--env", "A=b"]
+    command = "composer --nnodes=4 -n 8 --tee train.py -N $(A)"
+    options = ["--image", "a/b:1", "--kind", kind, "--namespace", "ml", "--env", "A=$(b)"]
     assert submit("--to", "kubernetes", *options, command=command) == 0
     manifest = yaml.safe_load((tmp_path / "train.yaml").read_text())
     # What the model does not know is not in its result, and a wrong type is an error.
@@ -161,8 +161,9 @@ def test_manifests_have_the_fields_that_the_clients_know(clients, script, tmp_pa
         assert container["numNodes"] == 4
         gpus = container["resourcesPerNode"]["limits"]
     assert gpus == {"nvidia.com/gpu": 8}
-    assert container["command"] == ["composer", "--shutdown-timeout=110", "-n", "8", "--tee", "train.py", "-N", "3"]
-    assert {"name": "A", "value": "b"} in container["env"]
+    assert container["command"] == ["composer", "--shutdown-timeout=110", "-n", "8", "--tee", "train.py", "-N", "$$(A)"]
+    assert {"name": "A", "value": "$$(b)"} in container["env"]  # Kubernetes takes $(b) for a variable
+    assert (tmp_path / "train.yaml").stat().st_mode & 0o077 == 0  # it may hold secrets
 
 
 def test_a_task_of_skypilot_starts_the_launcher_on_each_node(clients, script, tmp_path):
@@ -195,6 +196,7 @@ def test_a_job_is_written_and_not_overwritten_where_there_is_no_client(script, t
         ("--to slurm --namespace ml", "composer train.py", "--namespace cannot be combined with --to slurm"),
         ("--to slurm --grace 5", "composer train.py", "must be 20 seconds or more"),
         ("--to slurm --name Big_Run", "composer train.py", "lowercase"),
+        ("--to slurm --gpus-per-node -3", "composer train.py", "must be 0 or more"),
         ("--to slurm --env A", "composer train.py", "NAME=VALUE"),
         ("--to kubernetes", "composer train.py", "--image"),
         ("--to skypilot", "composer -n 8 train.py", "--gpu-type"),

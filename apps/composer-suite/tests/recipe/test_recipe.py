@@ -1,5 +1,6 @@
 """A recipe trains as the same arguments in Python do, and what is wrong in one is named with file and line."""
 
+import json
 import random
 import subprocess
 import sys
@@ -128,10 +129,24 @@ def test_the_resolved_recipe_describes_the_same_run(folder):
     plan = load("lr=3e-4", "callbacks.lr_monitor={}", "train_loader.dataset.count=16")
     Path("again.yaml").write_text(plan.text)
     again = load_recipe("again.yaml", allow=["rows_of_recipes"])
-    assert again.values == plan.values
+    assert again.text == plan.text
     assert again.values["optimizer"]["lr"] == 3e-4  # the end of the only key that ends with it
     assert again.values["train_loader"]["dataset"]["count"] == 16
     assert again.values["eval_loader"]["dataset"]["count"] == 16
+
+
+@pytest.mark.parametrize("name", ["1e5", "yes", "1:30", "017", "2020-01-01", "a\\${seed}", "null", "#a: b", "\n", "é"])
+def test_text_and_variables_are_the_same_in_the_resolved_recipe(folder, name):
+    text = RECIPE.replace("variables:", "base_lr: 0.1\nvariables:").replace("${variables.rate}", "${base_lr}")
+    plan = load(f"run_name={json.dumps(name)}", text=text)
+    again = load(text=plan.text)
+    assert again.values["run_name"] == plan.values["run_name"]
+    assert again.values["optimizer"]["lr"] == 0.1
+    assert again.text == plan.text
+
+
+def test_an_override_may_use_another_name_of_an_entry(folder):
+    assert load("optimizers.lr=0.5").values["optimizer"]["lr"] == 0.5
 
 
 def test_the_launcher_runs_a_recipe_and_keeps_it_in_the_run_folder(folder):

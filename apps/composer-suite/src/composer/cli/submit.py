@@ -95,6 +95,8 @@ def _check_options(asked: argparse.Namespace) -> None:
         for name in names:
             if asked.to != system and getattr(asked, name) is not None:
                 raise ValueError(f"{option(name)} cannot be combined with --to {asked.to}: it is for {system}.")
+    if (asked.gpus_per_node or 0) < 0:
+        raise ValueError(f"--gpus-per-node={asked.gpus_per_node} must be 0 or more.")
     if asked.to == "kubernetes" and asked.image is None:
         raise ValueError(
             "--to kubernetes needs the image of the containers. Give --image, such as one of Containerfile."
@@ -144,6 +146,7 @@ def _submit(job: _Job, text: str) -> int:
     path = folder / f"{job.name}.{'sbatch' if asked.to == 'slurm' else 'yaml'}"
     if path.exists() and path.read_text(encoding="utf-8") != text:
         raise FileExistsError(f"{path} exists and differs. Delete it, or give another --name or --output.")
+    path.touch(mode=0o600)  # variables may hold secrets
     path.write_text(text, encoding="utf-8")
     client = [*_CLIENTS[asked.to], str(path)]
     if shutil.which(client[0]) is None:
@@ -233,7 +236,12 @@ def _kubernetes(job: _Job) -> str:
 
 def _variables(job: _Job, place: Mapping[str, str]) -> list[dict[str, str]]:
     values = {"COMPOSER_RUN_NAME": job.name, **job.env, **place}
-    return [{"name": name, "value": value} for name, value in values.items()]
+    return [{"name": name, "value": _literal(value)} for name, value in values.items()]
+
+
+def _literal(text: str) -> str:
+    """Return text in which Kubernetes does not replace `$(NAME)` by a variable."""
+    return text.replace("$(", "$$(")
 
 
 def _gpus(job: _Job, field: str) -> dict[str, Any]:
@@ -246,8 +254,9 @@ def _train_job(job: _Job) -> dict[str, Any]:
         "volumes": [_SHM],
         "containers": [{"name": _CONTAINER, "volumeMounts": [_SHM_MOUNT]}],
     }
+    command = [_literal(word) for word in job.command]
     node = {"name": _CONTAINER, "template": {"spec": {"template": {"spec": pod}}}}
-    trainer = {"image": job.image, "command": job.command, "numNodes": job.num_nodes, "env": _variables(job, {})}
+    trainer = {"image": job.image, "command": command, "numNodes": job.num_nodes, "env": _variables(job, {})}
     return {
         "runtimeRef": {"name": "torch-distributed"},
         "trainer": trainer | _gpus(job, "resourcesPerNode"),
@@ -268,7 +277,7 @@ def _job_set(job: _Job) -> dict[str, Any]:
     container = {
         "name": _CONTAINER,
         "image": job.image,
-        "command": job.command,
+        "command": [_literal(word) for word in job.command],
         "env": _variables(job, place),
         "volumeMounts": [_SHM_MOUNT],
     }

@@ -4,6 +4,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
@@ -37,9 +38,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = Path(runs) if runs is not None else Path("runs", f"{Path(arguments[at]).stem}-sweep")
     launcher += [] if runs is not None else ["--runs", str(folder)]
     failed: list[str] = []
+    names: Counter[str] = Counter()
     for changes in combinations(arguments[at + 1 :]):
         varied = [each for each in changes if each not in arguments]
         name = re.sub(r"[^\w.=-]+", "_", "-".join(varied)) or "run"
+        names[name] += 1
+        name += f"-{names[name]}" if names[name] > 1 else ""
         own = [] if any(each.startswith("run_name=") for each in changes) else [f"run_name={name}"]
         command = [*launcher, arguments[at], *changes, *own]
         if is_dry:
@@ -60,8 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def combinations(arguments: Sequence[str]) -> list[list[str]]:
-    """Return the arguments of each run."""
-    return [list(each) for each in product(*map(_choices, arguments))]
+    """Return the arguments of each run, each combination once."""
+    return [list(each) for each in dict.fromkeys(product(*map(_choices, arguments)))]
 
 
 def _choices(argument: str) -> list[str]:
@@ -70,7 +74,8 @@ def _choices(argument: str) -> list[str]:
         return [argument]
     if found := _RANGE.fullmatch(text):
         first, last = int(found[1]), int(found[2])
-        return [f"{key}={number}" for number in range(first, last + 1)] or [argument]
+        step = 1 if first <= last else -1
+        return [f"{key}={number}" for number in range(first, last + step, step)]
     return [f"{key}={value.strip()}" for value in _split(text)]
 
 

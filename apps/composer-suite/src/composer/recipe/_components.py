@@ -333,7 +333,7 @@ def short_names(section: Section) -> Mapping[str, str]:
 
 
 def load(path: str, section: Section) -> Callable[..., Any] | None:
-    """Return the class or function of a path, or `None` if it does not belong into the section."""
+    """Return the class or function of a path, or `None` if it is not part of the section."""
     module, _, name = path.rpartition(".")
     try:
         found = getattr(import_module(module), name)
@@ -349,7 +349,7 @@ def load(path: str, section: Section) -> Callable[..., Any] | None:
 
 @cache
 def _paths(section: Section) -> Mapping[str, str]:
-    """Return import paths by short names, also of what does not belong into the section."""
+    """Return import paths by short names, also of what is not part of the section."""
     paths = {
         "_".join(word for word in _WORD.sub("_", name).lower().split("_") if word not in _LEFT_OUT): f"{home}.{name}"
         for home in section.homes

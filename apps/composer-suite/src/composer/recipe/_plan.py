@@ -7,24 +7,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import yaml
 
 from composer.recipe._components import SECTIONS, TARGET, Component, Components, Section, build, signature
-from composer.recipe._read import Key, Recipe, nearest, read
+from composer.recipe._read import RENAMED, Key, Recipe, dump, nearest, read
 from composer.trainer import Trainer
 from composer_dist import dist, reproducibility
 from composer_dist.initialize import DEFAULT_TIMEOUT_S
 from composer_events.evaluator import Evaluator
 
-# Names in other configuration files of language models, with ours.
-RENAMED = {
-    "optimizer": "optimizers",
-    "scheduler": "schedulers",
-    "train_loader": "train_dataloader",
-    "eval_loader": "eval_dataloader",
-    "eval_loaders": "eval_dataloader",
-    "evaluators": "eval_dataloader",
-}
 _BATCH, _EVAL_BATCH, _LENGTH = "global_train_batch_size", "device_eval_batch_size", "max_seq_len"
 OWN = ("variables", "tokenizer", _BATCH, _EVAL_BATCH, _LENGTH, "fsdp_config", "eval_first", "log_config")
 _BOOLEANS = ("eval_first", "log_config")
@@ -74,7 +64,13 @@ class Plan:
     @property
     def text(self) -> str:
         """The recipe as YAML, after includes, overrides and references. It describes the same run."""
-        return yaml.safe_dump(self.values, sort_keys=False, allow_unicode=True)
+        parameters = signature(Trainer)
+        known = {name for name in self.values if name in OWN or RENAMED.get(name, name) in parameters}
+        others = {name: value for name, value in self.values.items() if name not in known}
+        values = {name: value for name, value in self.values.items() if name in known}
+        if others:  # nothing refers to them any more
+            values["variables"] = {**(values.get("variables") or {}), **others}
+        return dump(values)
 
     def build(self) -> Trainer:
         """Return the Trainer.
@@ -123,7 +119,9 @@ class Plan:
             values[new] = value
         if "fsdp_config" in values:
             if "parallelism_config" in values:
-                raise self._recipe.error(("fsdp_config",), "belongs into parallelism_config, which the recipe has.")
+                raise self._recipe.error(
+                    ("fsdp_config",), "cannot be combined with parallelism_config. Move its settings there."
+                )
             if not isinstance(values["fsdp_config"], dict | None):
                 raise self._recipe.error(("fsdp_config",), f"{values['fsdp_config']!r} must be a mapping.")
             if values["fsdp_config"]:
@@ -141,7 +139,7 @@ class Plan:
         for name in _BOOLEANS:
             if not isinstance(self._own.get(name, False), bool):
                 raise self._recipe.error((name,), f"{self._own[name]!r} must be true or false.")
-        if "tokenizer" in self._own:
+        if self._own.get("tokenizer") is not None:
             self._own["tokenizer"] = self._tokenizer(self._own["tokenizer"])
 
     def _tokenizer(self, value: Any) -> Component:

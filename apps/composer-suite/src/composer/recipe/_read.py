@@ -20,6 +20,16 @@ _INCLUDE = "include"
 _CORE = "tag:yaml.org,2002:"
 _OVERRIDE = "the command line"
 
+# Names in other configuration files of language models, with ours.
+RENAMED = {
+    "optimizer": "optimizers",
+    "scheduler": "schedulers",
+    "train_loader": "train_dataloader",
+    "eval_loader": "eval_dataloader",
+    "eval_loaders": "eval_dataloader",
+    "evaluators": "eval_dataloader",
+}
+
 # YAML 1.1 takes 3e-4 for text. Dates are left as text.
 _FLOAT = re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+")
 _REFERENCE = re.compile(r"\$\{([^${}]*)\}")
@@ -97,6 +107,23 @@ def _calls_resolver(text: str) -> bool:
     return False
 
 
+class _Dumper(yaml.SafeDumper):
+    """Writes text so that `read` takes it for the same text."""
+
+
+def _represent(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = "'" if _FLOAT.fullmatch(text) else None
+    return dumper.represent_scalar(f"{_CORE}str", text.replace("${", "\\${"), style=style)
+
+
+_Dumper.add_representer(str, _represent)
+
+
+def dump(values: Mapping[str, Any]) -> str:
+    """Return values as YAML, such that `read` returns the same."""
+    return yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
 def spell(key: Key) -> str:
     """Return a key as it is written on the command line."""
     return ".".join(map(str, key))
@@ -122,7 +149,7 @@ def _read_file(path: Path, places: dict[Key, str], including: tuple[Path, ...]) 
     except OSError as error:
         raise RecipeError(f"{by}{path} cannot be read: {error.strerror}.") from None
     if len(content) > _MOST_BYTES:
-        raise RecipeError(f"{path} is larger than {_MOST_BYTES:,} bytes, which is no recipe.")
+        raise RecipeError(f"{path} is larger than {_MOST_BYTES:,} bytes, which is too large for a recipe.")
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
@@ -180,7 +207,7 @@ class _Reader(SafeConstructor):
         if id(node) in parents:
             self._fail(node, "the value contains itself")
         if self._count > _MOST_VALUES or len(parents) > _DEEPEST:
-            self._fail(node, f"more than {_MOST_VALUES:,} values, or {_DEEPEST} levels, are no recipe")
+            self._fail(node, f"more than {_MOST_VALUES:,} values or {_DEEPEST} levels are too many for a recipe")
         parents = (*parents, id(node))
         if isinstance(node, yaml.MappingNode):
             self._check_keys(node)
@@ -247,6 +274,9 @@ def _override(values: dict[str, Any], places: dict[Key, str], override: str) -> 
     if not separator or not name:
         raise RecipeError(f"{_OVERRIDE}: {override!r} must be KEY=VALUE, such as optimizers.lr=3e-4.")
     key: Key = tuple(int(part) if part.isdecimal() else part for part in name.split("."))
+    if key[0] not in values:
+        meant = RENAMED.get(str(key[0]), key[0])
+        key = (next((each for each in values if RENAMED.get(each, each) == meant), key[0]), *key[1:])
     if len(key) == 1 and key[0] not in values:
         ends = sorted({path for path, _ in _leaves(values, ()) if path[-1] == key[0]}, key=str)
         if len(ends) > 1:

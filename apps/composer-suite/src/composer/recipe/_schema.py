@@ -8,7 +8,8 @@ from typing import Any
 from pydantic import PydanticInvalidForJsonSchema
 
 from composer.recipe._components import SECTIONS, TARGET, Section, adapter_of, short_names, signature
-from composer.recipe._plan import GIVEN, OWN, RENAMED
+from composer.recipe._plan import GIVEN, OWN
+from composer.recipe._read import RENAMED
 from composer.trainer import Trainer
 from composer_events.evaluator import Evaluator
 
