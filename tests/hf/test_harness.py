@@ -150,6 +150,7 @@ def logits_of(model, tokens):
     return outputs if isinstance(outputs, torch.Tensor) else outputs["logits"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt", "llama"])
 def test_results_are_those_computed_by_hand(kind, tmp_path):
     found, _, model, _ = fit(kind, tmp_path)
@@ -176,6 +177,7 @@ def test_results_are_those_computed_by_hand(kind, tmp_path):
     assert found["metrics/lm_eval/greedy/exact_match"] == 6 / 11
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt", "llama"])
 def test_training_is_the_same_to_the_last_bit_without_evaluation(kind, tmp_path):
     _, weights, _, is_training = fit(kind, tmp_path, lr=0.1)
@@ -190,6 +192,7 @@ def on_ranks(kind, folder):
     return fit(kind, Path(folder), fsdp=True)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt", "llama"])
 def test_two_ranks_with_fsdp_log_what_one_process_logs(kind, tmp_path):
     expected = fit(kind, tmp_path)[0]
@@ -198,6 +201,7 @@ def test_two_ranks_with_fsdp_log_what_one_process_logs(kind, tmp_path):
     assert first == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adds_bos", [False, True])
 def test_results_are_those_of_the_class_of_lm_eval_for_transformers(adds_bos, tmp_path):
     from lm_eval import simple_evaluate
