@@ -155,10 +155,10 @@ BETWEEN_EXCHANGES = {name: row for name, row in ROWS.items() if row[0] == 1}
 def count_all():
     by_hand = {is_sharded: sum(count_by_hand(is_sharded).values()) for is_sharded in (False, True)}
     found = {}
-    for most_late_s, rows in ((0, ROWS), (1e9, BETWEEN_EXCHANGES)):
-        _report._MOST_LATE_S = most_late_s
+    for max_delay_s, rows in ((0, ROWS), (1e9, BETWEEN_EXCHANGES)):
+        _report._MAX_DELAY_S = max_delay_s
         for name, (budget, *row, arguments) in rows.items():
-            found[name, 0 if most_late_s else budget] = count(*row, copy.deepcopy(arguments))
+            found[name, 0 if max_delay_s else budget] = count(*row, copy.deepcopy(arguments))
     return by_hand, found
 
 

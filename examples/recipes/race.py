@@ -89,9 +89,9 @@ class Result:
         reference_seconds: Those of the record with the same seeds.
         qualities: Of the recipe, at the end.
         num_reached: How many of them are at the target.
-        p: That qualities with a mean at the target are this good: a one-sided t-test of one sample.
+        p: p-value of a one-sided t-test that the mean quality is better than the target.
         ratio: Of the recipe's CPU-seconds to those of the record, the median of the seeds.
-        ratio_bound: What the mean ratio (of logarithms) is below with 99 % confidence, by the t distribution.
+        ratio_bound: Upper 99% confidence bound of the geometric mean ratio, by the t distribution.
     """
 
     seconds: list[float]

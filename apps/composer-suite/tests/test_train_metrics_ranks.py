@@ -207,7 +207,7 @@ def show(loader, callbacks, duration):
 
 def show_with_and_without_a_reader(loader):
     """Train with a listener, which may read the results of each batch, and with the progress bar alone."""
-    _report._MOST_LATE_S = 1e9  # or the intervals would depend on how fast batches are
+    _report._MAX_DELAY_S = 1e9  # or the intervals would depend on how fast batches are
     return [
         [show(loader, callbacks, duration) for callbacks in (Callback(), [])]
         for duration in ("2ep", f"{NUM_BATCHES + 2}ba")

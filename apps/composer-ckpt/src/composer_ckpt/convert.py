@@ -112,7 +112,7 @@ def merge(arguments: argparse.Namespace) -> Result:
     """Run `composer-ckpt merge`."""
     names: list[str] = arguments.sources
     if len(names) < 2:
-        raise UsageError(f"merge needs two checkpoints or more before DST, and has {', '.join(names)} alone.")
+        raise UsageError(f"two checkpoints or more must come before DST; got {', '.join(names)} alone.")
     shares: list[float] = arguments.weights or [1 / len(names)] * len(names)
     if len(shares) != len(names):
         raise UsageError(f"--weights has {len(shares)} numbers for {len(names)} checkpoints. Give one for each.")

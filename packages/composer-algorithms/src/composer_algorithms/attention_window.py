@@ -64,11 +64,11 @@ def attention_window(model: nn.Module, window: int) -> Generator[int]:
 
 @dataclass(repr=False, eq=False)
 class AttentionWindowWarmup(Method):
-    """Increase the window of attention during training, from a few tokens to the model's own attention.
+    """Increase the window of attention during training, from a few tokens to all.
 
     From `BATCH_START` to `BATCH_END` it applies `attention_window`, with a window that grows from `initial_window`
-    towards `final_window` in `num_windows` steps of equal time. They are multiples of `initial_window`. From `duration`
-    on the model is as without it. Evaluations and checkpoints always have the model's own attention.
+    towards `final_window` in `num_windows` steps of equal time. They are multiples of `initial_window`. After
+    `duration`, the window is not limited. In evaluations and checkpoints it never is.
 
     Args:
         duration: Length of the warm-up, such as `'0.5dur'`, `'1000ba'` or `'2ep'`.

@@ -122,9 +122,9 @@ class EMA(Method):
             forgets its beginning.
         power: Use `(1 - 1 / t) ** (power + 1)` as the smoothing of update number `t`, from 1 on, 0 or more. The average
             covers the same fraction of training at any time: its weights grow with `t ** power`. It replaces
-            the default of `half_life`. A standard deviation of 5% of training is 16.97, of 10% is 6.94. Of two powers,
-            such as `(16.97, 6.94)`, both averages are kept, and the first is evaluated and saved as the model; see
-            `snapshots`.
+            the default of `half_life`. `power=16.97` corresponds to a relative standard deviation of 5%, and 6.94 to
+            10%. Of two powers, such as `(16.97, 6.94)`, both averages are kept, and the first is evaluated and saved as
+            the model; see `snapshots`.
         train_with_ema_weights: Argument of Composer 0.7. Only `False` is accepted, which does nothing.
 
     Raises:

@@ -93,7 +93,7 @@ class FusedCrossEntropy(Method):
 
     On `INIT` it applies `apply_fused_cross_entropy` to `state.model`, after algorithms that replace layers. On
     `FIT_START` it validates that the metrics of training can be computed without logits. Weights and checkpoints do not
-    change. `LogitSoftcap` and `ZLoss` have the effect that they have with logits.
+    change. `LogitSoftcap` and `ZLoss` work as with logits.
 
     Args:
         label_smoothing: As in `torch.nn.functional.cross_entropy`, in [0, 1]. `LabelSmoothing` needs logits.

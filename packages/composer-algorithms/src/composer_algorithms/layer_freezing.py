@@ -36,11 +36,12 @@ def freeze_layers(
 ) -> tuple[int, float]:
     """Freeze the first layers of a model, a fraction that grows with training time.
 
-    Layers are the modules with parameters of their own, in registration order; the last one is never frozen. Nothing is
-    frozen up to `freeze_start`; from there to the end the frozen fraction grows linearly to `freeze_level`. With the
-    cubic schedule of FreezeOut, the third power of the time of each freezing replaces that time. Frozen parameters
-    require no gradient and have none. They stay in the optimizers, which skip parameters without a gradient, so that
-    saved states still fit. If no layer will ever be frozen, that is logged once per model.
+    Layers are the modules with parameters of their own, in registration order; the last one is never frozen. With the
+    linear schedule, nothing is frozen up to `freeze_start`; from there to the end the frozen fraction grows linearly to
+    `freeze_level`. With the cubic schedule of FreezeOut, a layer that the linear one freezes at the fraction `t` of
+    training is frozen at `t**3`. Frozen parameters require no gradient and have none. They stay in the optimizers,
+    which skip parameters without a gradient, so that saved states still fit. If no layer will ever be frozen, that is
+    logged once per model.
 
     Args:
         model: Changed in place.

@@ -67,9 +67,9 @@ class UntiedHead(ModelSurgery):
 
     On `INIT` it applies `apply_untied_head` to `state.model` and `state.optimizers`. Until `after`, both copies are
     trained as one weight: on `AFTER_TRAIN_BATCH` the gradient of the output layer is added to that of the embeddings
-    and set to 0, and on `BATCH_END` the weights are copied. At `after`, the state of the optimizer is copied. So the
-    model and its checkpoints have the same weights all the time, and wrappers need not be changed. Loading a checkpoint
-    of the changed model applies it.
+    and set to 0, and on `BATCH_END` the weights are copied. At `after`, the state of the optimizer is copied. The
+    model and its checkpoints have the same parameters before and after `after`, and wrappers need not be changed.
+    Loading a checkpoint of the changed model applies it.
 
     Args:
         after: Time in training, such as `'0.7dur'` or `'1000ba'`. `None` for the start.

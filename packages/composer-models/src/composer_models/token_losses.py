@@ -104,7 +104,7 @@ def token_statistics(
     ignore_index: int = -100,
     softcap: float | None = None,
 ) -> Tensor:
-    """Compute what losses need to know of the logits of each token, in one tensor of shape `(..., 5)`.
+    """Compute the statistics of each token's logits that losses need, in one tensor of shape `(..., 5)`.
 
     Returns:
         `log_z`, the target's logit, the mean of the logits, their maximum, and whether the target has it. The first

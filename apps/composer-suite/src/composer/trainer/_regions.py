@@ -98,7 +98,7 @@ def compile_model(model: nn.Module, regions: Regions, config: Mapping[str, Any])
 class RecompilationMonitor:
     """Counts recompilations in training, and logs why they happened and which algorithms may have caused them.
 
-    It is no callback, which checkpoints would contain, and to which the ranks would send the losses of each batch.
+    Not a callback: it would be saved in checkpoints, and the ranks would exchange the losses of each batch for it.
     """
 
     def __init__(self) -> None:

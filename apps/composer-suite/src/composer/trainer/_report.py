@@ -23,7 +23,7 @@ from composer_models import ComposerModel, model_eval_mode
 from composer_time import Timestamp
 
 _NO_METRICS: Mapping[str, Any] = {}
-_MOST_LATE_S = 0.1  # by which the progress bar, drawn every 0.5 s, may be late
+_MAX_DELAY_S = 0.1  # of the progress bar, which is drawn every 0.5 s
 _LONGEST_INTERVAL = 16  # of exchanges, in batches, in case that batches become slower
 
 
@@ -185,7 +185,7 @@ class Report:
             return 1  # a metric that is seldom updated must not miss one
         now_s = time.perf_counter()
         seconds, self._exchanged_s = now_s - self._exchanged_s, now_s
-        in_time = int(_MOST_LATE_S / seconds * self._num_batches) if seconds > 0 else 1
+        in_time = int(_MAX_DELAY_S / seconds * self._num_batches) if seconds > 0 else 1
         return max(1, min(in_time, 2 * self._num_batches, _LONGEST_INTERVAL))
 
     def metrics(self) -> None:
