@@ -43,13 +43,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.write("".join(f"composer {shlex.join(command)}\n" for command in commands.values()))
         return 0
     failed = [name for name, command in commands.items() if not _runs(name, command)]
+    _compare(folder)
+    if failed:
+        sys.stderr.write(f"composer sweep: these runs failed: {', '.join(failed)}.\n")
+    return 1 if failed else 0
+
+
+def _compare(folder: Path) -> None:
     if list(folder.glob("*")):
         from composer.report.cli import main as report
 
         report([str(folder), "-o", str(folder / "report.html")])
-    if failed:
-        sys.stderr.write(f"composer sweep: these runs failed: {', '.join(failed)}.\n")
-    return 1 if failed else 0
 
 
 def _runs(name: str, command: Sequence[str]) -> bool:
