@@ -68,9 +68,9 @@ def test_only_the_named_evaluators_have_views():
 
 def test_labels_of_no_evaluator_are_told_when_training_begins(recwarn):
     def begin(*labels):
-        evaluators = [Evaluator(label=label, dataloader=[0], device_eval_microbatch_size=1) for label in labels]
-        state = State(NETWORK, rank_zero_seed=0, algorithms=[MultiViewEval(evaluators="views")], dataloader=[0])
-        state.evaluators = evaluators
+        method = MultiViewEval(evaluators="views")
+        state = State(NETWORK, rank_zero_seed=0, max_duration="1ep", algorithms=[method], dataloader=[0])
+        state.evaluators = [Evaluator(label=each, dataloader=[0], device_eval_microbatch_size=1) for each in labels]
         Engine(state).run_event(Event.FIT_START)
 
     begin("views", "other")
