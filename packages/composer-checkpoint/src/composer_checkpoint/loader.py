@@ -468,15 +468,12 @@ def _adapt_batches(state: State, saved: dict[str, Any]) -> None:
     asked = os.environ.get(_POLICY_VARIABLE, "")
     if before == now or (saved_ranks != num_shares and _keep_global(position, before, batch_size, num_shares, asked)):
         return
-    what = (
-        f"batches of {saved_size} samples on {saved_ranks} ranks, {before} in all, and now a batch has {now}. To keep "
-        f"{before}, make batch_size times the ranks {before}"
-    )
     if state.timestamp.batch_in_epoch > 0:
         leave_epoch(state, saved.get("dataset_state"))
         warnings.warn(
-            f"The checkpoint was saved inside an epoch of {what}, which also finishes the saved epoch. Training goes "
-            f"on with the next one, number {int(state.timestamp.epoch)}.",
+            f"The checkpoint was saved inside an epoch of batches of {saved_size} samples on {saved_ranks} ranks, "
+            f"{before} in all, and now a batch has {now}. Training goes on with the next epoch, number "
+            f"{int(state.timestamp.epoch)}. To finish the saved epoch, make batch_size times the ranks {before}.",
             UserWarning,
             stacklevel=3,
         )
