@@ -331,6 +331,7 @@ CALLBACKS = {
     "OptimizerMonitor": Row(callback("OptimizerMonitor", batch_log_interval=1)),
     "KubeflowProgress": Row(callback("KubeflowProgress")),
     "RuntimeEstimator": Row(callback("RuntimeEstimator")),
+    "ScheduledGarbageCollector": Row(callback("ScheduledGarbageCollector", 1)),
     "SpeedMonitor": Row(callback("SpeedMonitor", 2)),
     "SyncMonitor": Row(callback("SyncMonitor")),
     "SystemMetricsMonitor": Row(callback("SystemMetricsMonitor")),

@@ -241,6 +241,7 @@ CALLBACKS = {
     ),
     "FreeOutputs": lambda folder: callbacks.FreeOutputs(),
     "Generate": lambda folder: callbacks.Generate(["w3", "w5"], "2ba", max_new_tokens=4, do_sample=True),
+    "ScheduledGarbageCollector": lambda folder: callbacks.ScheduledGarbageCollector(1),
     "GradientNoiseScale": lambda folder: callbacks.GradientNoiseScale(interval=1),
     "HuggingFaceCheckpointer": lambda folder: callbacks.HuggingFaceCheckpointer(str(folder), "2ba"),
     "ImageVisualizer": lambda folder: callbacks.ImageVisualizer(interval="2ba"),

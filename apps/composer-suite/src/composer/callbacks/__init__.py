@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from composer.callbacks._stoppers import EarlyStopper as EarlyStopper
     from composer.callbacks._stoppers import ThresholdStopper as ThresholdStopper
     from composer.callbacks.export_for_inference import ExportForInferenceCallback as ExportForInferenceCallback
+    from composer.callbacks.garbage_collector import ScheduledGarbageCollector as ScheduledGarbageCollector
     from composer.callbacks.generate import Generate as Generate
     from composer.callbacks.gradient_noise_scale import GradientNoiseScale as GradientNoiseScale
     from composer.callbacks.hf_checkpointer import HuggingFaceCheckpointer as HuggingFaceCheckpointer
@@ -47,6 +48,7 @@ __all__ = [
     "ExportForInferenceCallback",
     "Generate",
     "KubeflowProgress",
+    "ScheduledGarbageCollector",
     "GradientNoiseScale",
     "HuggingFaceCheckpointer",
     "ImageVisualizer",
@@ -69,6 +71,7 @@ __getattr__, __dir__ = lazy_face(
         "composer.callbacks.export_for_inference": ["ExportForInferenceCallback"],
         "composer.callbacks.generate": ["Generate"],
         "composer.callbacks.kubeflow_progress": ["KubeflowProgress"],
+        "composer.callbacks.garbage_collector": ["ScheduledGarbageCollector"],
         "composer.callbacks.gradient_noise_scale": ["GradientNoiseScale"],
         "composer.callbacks.hf_checkpointer": ["HuggingFaceCheckpointer"],
         "composer.callbacks.image_visualizer": ["ImageVisualizer"],

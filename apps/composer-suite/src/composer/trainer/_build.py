@@ -6,6 +6,7 @@ Nothing is written, loaded or communicated before all arguments have been checke
 from __future__ import annotations
 
 import copy
+import gc
 import os
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -455,9 +456,12 @@ class Runtime:
     def recording_failure(self) -> Generator[None]:
         """Return a context that names the stage in an error, records it, and remembers that this rank has failed."""
         error_context.forget_failures()
+        collects_garbage = gc.isenabled()
         try:
             yield
         except BaseException as error:
+            if collects_garbage:  # a callback may have turned it off for the fit that ends here
+                gc.enable()
             with postponed():  # a second signal must not interrupt the record
                 self.has_failed = True
                 error_context.name_stage(error, self.state)
