@@ -153,6 +153,8 @@ def _check_values(options: Options) -> None:
     if options.runs is not None and options.no_runs:
         raise ValueError(f"--runs={options.runs!r} and --no-runs exclude each other. Leave one of them out.")
     HangTimeouts.parse(options.hang_timeout)  # for its error
+    if options.health_port is not None and not 0 < options.health_port < 2**16:
+        raise ValueError(f"--health-port={options.health_port!r} must be a port, from 1 to 65535.")
     known = {signum.name for signum in signal.Signals} - {"SIGKILL", "SIGSTOP"}  # no process can handle these
     for name in options.signals_to_handle.split(","):
         if name.strip() not in known:
@@ -396,6 +398,18 @@ def _add_end(add: _Add) -> None:
         help="how long a composer Trainer may make no progress until that counts as a failure, for which the stuck "
         "rank and its stack are named; auto: adapts to the run; off: for ever; 120,checkpoint=900: longer for one of "
         f"{', '.join(HANG_PHASES)} (default: %(default)s)",
+    )
+    add(
+        "--health-port",
+        type=int,
+        metavar="PORT",
+        help="serve /healthz, with status 503 if the ranks make no progress, and /metrics for Prometheus on this port",
+    )
+    add(
+        "--health-host",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="the address for it; 0.0.0.0 for all, which anyone may then read (default: %(default)s)",
     )
     add(
         "--monitor-interval",
