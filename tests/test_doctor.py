@@ -109,25 +109,21 @@ def look_with(fault, folder):
     return status, printed.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("fault", "check", "found"),
-    [
-        (None, None, None),
-        ("version", "versions", "2.4 on rank 0, 0.1 on rank 1"),
-        ("clock", "clocks", "-30.0 s from rank 0"),
-    ],
-)
-def test_ranks_that_differ_are_found(tmp_path, fault, check, found):
+@pytest.mark.parametrize("fault", [None, "version", "clock"])
+def test_ranks_that_differ_are_found(tmp_path, fault):
     import numpy
 
     (tmp_path / "numpy-0.1.dist-info").mkdir()
     (tmp_path / "numpy-0.1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: numpy\nVersion: 0.1\n")
-    (status, printed), (status_of_1, printed_by_1) = run_ranks(
-        look_with, fault, str(tmp_path), store=tmp_path / "store"
-    )
-    assert (status, status_of_1, printed_by_1) == (bool(fault), 0, "")
-    expected = {"versions": f"numpy {numpy.__version__} on rank 0, 0.1 on rank 1"}.get(check, found)
-    assert find(json.loads(printed), "failure") == ({check: expected} if check else {})
+    ranks = run_ranks(look_with, fault, str(tmp_path), store=tmp_path / "store")
+    (status, printed), of_rank_1 = ranks
+    assert (status, of_rank_1) == (bool(fault), (0, ""))
+    expected = {
+        None: {},
+        "version": {"versions": f"numpy {numpy.__version__} on rank 0, 0.1 on rank 1"},
+        "clock": {"clocks": "-30.0 s from rank 0"},
+    }
+    assert find(json.loads(printed), "failure") == expected[fault]
 
 
 def test_a_meeting_point_without_an_answer_is_found():

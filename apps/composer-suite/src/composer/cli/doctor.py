@@ -64,7 +64,7 @@ class Finding:
 
 @dataclass(slots=True)
 class _Report:
-    """What one rank has found, for rank 0."""
+    """The findings of one rank, for rank 0."""
 
     host: str
     findings: list[Finding]
@@ -77,11 +77,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Every rank must call this. Rank 0 prints and returns the status for all.
     """
     asked = _parser().parse_args(arguments)
-    report = _Report(socket.gethostname(), _check_alone(asked), _versions())
+    report = _Report(socket.gethostname(), _alone(asked), _versions())
     rank, reports = dist.get_global_rank(), {dist.get_global_rank(): report}
     failures = _attempt("process group", lambda: initialize_dist("cpu", timeout=asked.timeout))
     if not failures:
-        report.findings += _safely("all-reduce", lambda: _check_together(asked, report))
+        report.findings += _safely("all-reduce", lambda: _together(asked, report))
         failures = _attempt("process group", lambda: reports.update(enumerate(dist.all_gather_object(report))))
     if not failures and rank != 0:
         return 0
@@ -113,7 +113,7 @@ def _attempt(check: str, run: Callable[[], object]) -> list[Finding]:
     return _safely(check, lambda: (run(), ())[1])
 
 
-def _check_alone(asked: argparse.Namespace) -> list[Finding]:
+def _alone(asked: argparse.Namespace) -> list[Finding]:
     """Return what a rank can find by itself."""
     found = _safely("devices", lambda: _devices(asked)) + _safely("open files", _open_files)
     if dist.get_local_rank() == 0:
@@ -257,7 +257,7 @@ def _versions() -> dict[str, str]:
     return found | {"torch": str(torch.__version__)}
 
 
-def _check_together(asked: argparse.Namespace, report: _Report) -> Iterator[Finding]:
+def _together(asked: argparse.Namespace, report: _Report) -> Iterator[Finding]:
     """Check what takes all ranks. Every rank must call this."""
     world_size = dist.get_world_size()
     if world_size == 1:

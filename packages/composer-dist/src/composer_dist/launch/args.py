@@ -153,8 +153,6 @@ def _check_values(options: Options) -> None:
     if options.runs is not None and options.no_runs:
         raise ValueError(f"--runs={options.runs!r} and --no-runs exclude each other. Leave one of them out.")
     HangTimeouts.parse(options.hang_timeout)  # for its error
-    if options.health_port is not None and not 0 < options.health_port < 2**16:
-        raise ValueError(f"--health-port={options.health_port!r} must be a port, from 1 to 65535.")
     known = {signum.name for signum in signal.Signals} - {"SIGKILL", "SIGSTOP"}  # no process can handle these
     for name in options.signals_to_handle.split(","):
         if name.strip() not in known:

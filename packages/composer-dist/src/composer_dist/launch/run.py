@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -100,6 +100,7 @@ class Launch:
         self.status = 1
         self._options = options
         self._num_starts = 0
+        self._closing = ExitStack()
         self._health: HealthServer | None = None
         if options.health_port is not None:  # first, since the port may be taken
             self._health = self._serve_health(options.health_host, options.health_port)
@@ -117,6 +118,7 @@ class Launch:
     def __enter__(self) -> "Launch":
         if self._health is not None:
             self._health.start()
+            self._closing.callback(self._health.stop)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
@@ -250,8 +252,7 @@ class Launch:
             self.status = failures[0].status if failures else stopped
         self._leftovers += self._guardian.sweep(spare_detached=self.status == 0)
         self._guardian.close()
-        if self._health is not None:
-            self._health.stop()
+        self._closing.close()
         self._close_board()
         folder = self._logs.close(failed=self._has_failed_before or (self.status != 0 and workers is not None))
         if self._leftovers:
@@ -263,6 +264,8 @@ class Launch:
             _log.log(level, "The logs are in %s", folder)
 
     def _serve_health(self, host: str, port: int) -> "HealthServer":
+        if not 0 < port < 2**16:
+            raise CannotStartError(f"--health-port={port!r} must be a port, from 1 to 65535.")
         try:
             from composer_dist.launch.health import HealthServer  # prometheus-client, an extra
         except ImportError as error:
