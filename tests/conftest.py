@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-collect_ignore_glob = ["alone/*"]  # programs, which a search for docstring examples would run
+collect_ignore_glob = ["alone/*", "hangs/*_script.py"]  # programs, which a search for docstring examples would run
 
 # Launchers of one test would clean up what another one, in another worker, has killed on purpose.
 os.environ["COMPOSER_KEEP_SHARED_MEMORY"] = "1"

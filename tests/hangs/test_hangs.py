@@ -16,7 +16,7 @@ CAUSES = {
     "worker": "stuck: rank 1 waits for a worker of its dataloader",
     "order": "different collectives: rank 0: all_reduce",
 }
-SCRIPT = Path(__file__).with_name("faulty.py")
+SCRIPT = Path(__file__).with_name("faulty_script.py")
 
 
 def _launch(tmp_path, fault, *options, rank=1, num_ranks=2):
@@ -35,7 +35,7 @@ def test_a_rank_that_gets_stuck_is_named_with_its_cause(tmp_path, fault):
     assert ("stuck: rank 0" in ended.stderr) == (fault == "order")
     (report,) = (tmp_path / "runs").glob("*/hang.txt")
     assert "The stacks of rank 0" in report.read_text()
-    assert "faulty.py" in report.read_text()
+    assert "faulty_script.py" in report.read_text()
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from composer_dist import get_free_tcp_port
 
-SCRIPT = Path(__file__).with_name("watched.py")
+SCRIPT = Path(__file__).with_name("watched_script.py")
 TIMEOUT_S = 90
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from composer_algorithms import MultiViewEval
 from composer_algorithms._tensors import UnsupportedBatchError
 from composer_algorithms.functional import multi_view_forward
-from composer_events import Engine, Event, State
+from composer_events import Engine, Evaluator, Event, NoEffectWarning, State
 
 IMAGES = torch.rand(5, 3, 6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 torch.manual_seed(0)
@@ -64,6 +64,20 @@ def test_only_the_named_evaluators_have_views():
     algorithm = MultiViewEval(evaluators="with views")
     assert torch.equal(evaluate([algorithm], "without").outputs, NETWORK(IMAGES))
     assert not torch.equal(evaluate([algorithm], "with views").outputs, NETWORK(IMAGES))
+
+
+def test_labels_of_no_evaluator_are_told_when_training_begins(recwarn):
+    def begin(*labels):
+        method = MultiViewEval(evaluators="views")
+        state = State(NETWORK, rank_zero_seed=0, max_duration="1ep", algorithms=[method], dataloader=[0])
+        state.evaluators = [Evaluator(label=each, dataloader=[0], device_eval_microbatch_size=1) for each in labels]
+        Engine(state).run_event(Event.FIT_START)
+
+    begin("views", "other")
+    begin()
+    assert not recwarn
+    with pytest.warns(NoEffectWarning, match="the evaluators are 'eval', 'other'"):
+        begin("eval", "other")
 
 
 def test_what_cannot_be_averaged_is_refused():

@@ -1,5 +1,6 @@
 """Multi-view evaluation: average predictions over mirrored and shifted images (test-time augmentation)."""
 
+import warnings
 from collections.abc import Callable, Collection
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
@@ -11,7 +12,7 @@ from composer_algorithms._arguments import check_choice, check_counts
 from composer_algorithms._method import Method
 from composer_algorithms._tensors import UnsupportedBatchError, batch_tensor, image_size, require_tensor
 from composer_algorithms.metadata import METHODS
-from composer_events import Event, Logger, State
+from composer_events import Event, Logger, NoEffectWarning, State
 from composer_events.batches import ensure_tuple
 
 __all__ = ["METADATA", "MultiViewEval", "multi_view_forward"]
@@ -84,7 +85,7 @@ class MultiViewEval(Method):
         See `multi_view_forward`.
     """
 
-    acts_on = frozenset({Event.EVAL_BEFORE_FORWARD, Event.EVAL_AFTER_FORWARD})
+    acts_on = frozenset({Event.FIT_START, Event.EVAL_BEFORE_FORWARD, Event.EVAL_AFTER_FORWARD})
 
     flip: bool = True
     shift: int = 0
@@ -100,11 +101,22 @@ class MultiViewEval(Method):
         self._images = torch.empty(0)
 
     def match(self, event: Event, state: State) -> bool:
-        """Return whether a microbatch of a selected evaluator is evaluated."""
+        """Return whether a microbatch of a selected evaluator is evaluated, or training begins and there are none."""
+        if event == Event.FIT_START:
+            labels = [each.label for each in state.evaluators]
+            return bool(labels and self.evaluators) and not set(labels) & set(self.evaluators)
         return super().match(event, state) and (not self.evaluators or state.dataloader_label in self.evaluators)
 
     def apply(self, event: Event, state: State, logger: Logger | None) -> None:
-        """Replace the images by their views, or average the outputs."""
+        """Replace the images by their views, or average the outputs; warn if there is no selected evaluator."""
+        if event == Event.FIT_START:
+            warnings.warn(
+                f"MultiViewEval(evaluators={self.evaluators!r}) has no effect, since the evaluators are "
+                f"{', '.join(repr(each.label) for each in state.evaluators)}. Use their labels.",
+                NoEffectWarning,
+                stacklevel=2,
+            )
+            return
         if event == Event.EVAL_BEFORE_FORWARD:
             self._images = batch_tensor(state, self.input_key, "input_key")
             state.batch_set_item(self.input_key, _make_views(self._images, self.flip, self.shift))

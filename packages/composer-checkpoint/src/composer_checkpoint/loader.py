@@ -468,20 +468,15 @@ def _adapt_batches(state: State, saved: dict[str, Any]) -> None:
     asked = os.environ.get(_POLICY_VARIABLE, "")
     if before == now or (saved_ranks != num_shares and _keep_global(position, before, batch_size, num_shares, asked)):
         return
-    what = (
-        f"batches of {saved_size} samples on {saved_ranks} ranks, {before} in all, and now a batch has {now}. To keep "
-        f"{before}, make batch_size times the ranks {before}"
-    )
     if state.timestamp.batch_in_epoch > 0:
         leave_epoch(state, saved.get("dataset_state"))
         warnings.warn(
-            f"The checkpoint was saved inside an epoch of {what}, which also finishes the saved epoch. Training goes "
-            f"on with the next one, number {int(state.timestamp.epoch)}.",
+            f"The checkpoint was saved inside an epoch of batches of {saved_size} samples on {saved_ranks} ranks, "
+            f"{before} in all, and now a batch has {now}. Training goes on with the next epoch, number "
+            f"{int(state.timestamp.epoch)}. To finish the saved epoch, make batch_size times the ranks {before}.",
             UserWarning,
             stacklevel=3,
         )
-    elif saved_ranks != num_shares and asked != _KEEP_PER_DEVICE:
-        warnings.warn(f"The checkpoint was saved with {what}.", UserWarning, stacklevel=3)
 
 
 _POLICY_VARIABLE = "COMPOSER_ELASTIC_BATCH"  # set by `composer --elastic-batch`
@@ -492,26 +487,23 @@ def _keep_global(position: DataPosition | None, before: int, batch_size: int, nu
     """Change the batch size of each rank so that the global one stays, and return whether that was done."""
     if asked not in ("", _KEEP_GLOBAL, _KEEP_PER_DEVICE):
         raise ValueError(f"{_POLICY_VARIABLE}={asked!r} must be {_KEEP_GLOBAL!r} or {_KEEP_PER_DEVICE!r}.")
-    if asked == _KEEP_PER_DEVICE:
+    if asked != _KEEP_GLOBAL:
         return False
     change = None if position is None else position.change_batch_size
     if before % num_shares == 0 and change is not None and change(before // num_shares):
         warnings.warn(
             f"The global batch size stays {before}, as in the checkpoint: each of {num_shares} ranks reads "
             f"{before // num_shares} samples per batch instead of {batch_size}, with gradient accumulation if these "
-            f"are more. {_POLICY_VARIABLE}={_KEEP_PER_DEVICE} or `composer --elastic-batch {_KEEP_PER_DEVICE}` keeps "
-            f"{batch_size} per rank.",
+            "are more.",
             UserWarning,
             stacklevel=4,
         )
         return True
-    if asked == _KEEP_GLOBAL:
-        raise ValueError(
-            f"{_POLICY_VARIABLE}={asked!r} needs a torch DataLoader with a batch_size over a map-style dataset, no "
-            f"DeepSpeed, and a number of ranks that divides the global batch size {before} of the checkpoint; got "
-            f"{num_shares}. Start another number of ranks, or make the DataLoader with {before} samples over all ranks."
-        )
-    return False
+    raise ValueError(
+        f"{_POLICY_VARIABLE}={asked!r} needs a torch DataLoader with a batch_size over a map-style dataset, no "
+        f"DeepSpeed, and a number of ranks that divides the global batch size {before} of the checkpoint; got "
+        f"{num_shares}. Start another number of ranks, or make the DataLoader with {before} samples over all ranks."
+    )
 
 
 class LoadCheckpoint(Callback):

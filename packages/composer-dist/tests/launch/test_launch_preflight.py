@@ -46,7 +46,8 @@ def test_a_pod_waits_longer_for_the_address_of_the_first_one(launch, script, env
     environ |= {"JOB_COMPLETION_INDEX": "1", "COMPOSER_NUM_NODES": "2", "COMPOSER_MASTER_ADDR": "p-0", variable: "p-0"}
     status, _, err = launch("-n", 1, script(""))
     if variable == "COMPOSER_MASTER_ADDR":
-        assert (status, len(tries)) == (0, 3), err
+        assert status == 0, err
+        assert len(tries) >= 3
     else:
         assert status == 2
         assert "master_addr='p-0' (from MASTER_ADDR) cannot be resolved" in err

@@ -19,6 +19,7 @@ Train a recipe once for each combination of values, one run after the other, and
 
 All other options go to the launcher (before the recipe, such as -n 2) or to the recipe (after it).
 """
+_NAMED = re.compile("run_name=")
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
 
 
@@ -32,35 +33,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if at is None:
         sys.stderr.write(f"{_USAGE}\ncomposer sweep: error: there is no recipe, a file with the ending .yaml.\n")
         return 2
-    is_dry = "--dry-run" in arguments[:at]
-    launcher = [each for each in arguments[:at] if each != "--dry-run"]
-    runs = next((launcher[index + 1] for index, each in enumerate(launcher[:-1]) if each == "--runs"), None)
-    folder = Path(runs) if runs is not None else Path("runs", f"{Path(arguments[at]).stem}-sweep")
-    launcher += [] if runs is not None else ["--runs", str(folder)]
-    failed: list[str] = []
+    recipe, launcher = arguments[at], [each for each in arguments[:at] if each != "--dry-run"]
+    folder = next((Path(launcher[index + 1]) for index, each in enumerate(launcher[:-1]) if each == "--runs"), None)
+    if folder is None:
+        folder = Path("runs", f"{Path(recipe).stem}-sweep")
+        launcher += ["--runs", str(folder)]
+    commands = {name: [*launcher, recipe, *changes] for name, changes in named_runs(arguments[at + 1 :]).items()}
+    if "--dry-run" in arguments[:at]:
+        sys.stdout.write("".join(f"composer {shlex.join(command)}\n" for command in commands.values()))
+        return 0
+    failed = [name for name, command in commands.items() if not _runs(name, command)]
+    _compare(folder)
+    if failed:
+        sys.stderr.write(f"composer sweep: these runs failed: {', '.join(failed)}.\n")
+    return 1 if failed else 0
+
+
+def _compare(folder: Path) -> None:
+    if list(folder.glob("*")):
+        from composer.report.cli import main as report
+
+        report([str(folder), "-o", str(folder / "report.html")])
+
+
+def _runs(name: str, command: Sequence[str]) -> bool:
+    sys.stdout.write(f"sweep: {name}\n")
+    sys.stdout.flush()
+    return subprocess.run([sys.executable, "-m", "composer_dist.launch", *command], check=False).returncode == 0
+
+
+def named_runs(arguments: Sequence[str]) -> dict[str, list[str]]:
+    """Return the arguments of each run by a name, which is the name of the run unless the arguments give one."""
     names: Counter[str] = Counter()
-    for changes in combinations(arguments[at + 1 :]):
-        varied = [each for each in changes if each not in arguments]
-        name = re.sub(r"[^\w.=-]+", "_", "-".join(varied)) or "run"
+    runs: dict[str, list[str]] = {}
+    for changes in combinations(arguments):
+        name = re.sub(r"[^\w.=-]+", "_", "-".join(each for each in changes if each not in arguments)) or "run"
         names[name] += 1
         name += f"-{names[name]}" if names[name] > 1 else ""
-        own = [] if any(each.startswith("run_name=") for each in changes) else [f"run_name={name}"]
-        command = [*launcher, arguments[at], *changes, *own]
-        if is_dry:
-            sys.stdout.write(f"composer {shlex.join(command)}\n")
-            continue
-        sys.stdout.write(f"sweep: {name}\n")
-        sys.stdout.flush()
-        if subprocess.run([sys.executable, "-m", "composer_dist.launch", *command], check=False).returncode:
-            failed.append(name)
-    if not is_dry:
-        if list(folder.glob("*")):
-            from composer.report.cli import main as report
-
-            report([str(folder), "-o", str(folder / "report.html")])
-        if failed:
-            sys.stderr.write(f"composer sweep: these runs failed: {', '.join(failed)}.\n")
-    return 1 if failed else 0
+        runs[name] = [*changes, *([] if any(map(_NAMED.match, changes)) else [f"run_name={name}"])]
+    return runs
 
 
 def combinations(arguments: Sequence[str]) -> list[list[str]]:

@@ -94,16 +94,19 @@ class Plan:
             batch = {"batch_size": self._own[_BATCH]} if _BATCH in self._own else {}
             arguments["train_dataloader"] = build(plans.pop("train_dataloader"), {**given, **batch})
         if self._evaluators:
-            size = self._own.get(_EVAL_BATCH)
-            batch = {} if size is None else {"batch_size": size * dist.get_world_size()}
-            made = [(settings, build(plan, {**given, **batch})) for settings, plan in self._evaluators]
-            loaders = [Evaluator(dataloader=loader, **settings) if settings else loader for settings, loader in made]
-            arguments["eval_dataloader"] = loaders if len(loaders) > 1 else loaders[0]
+            arguments["eval_dataloader"] = self._build_evaluators(given)
         arguments |= {name: build(plan) for name, plan in plans.items()}
         trainer = Trainer(model, **arguments)
         if self._own.get("log_config"):
             trainer.logger.log_hyperparameters({"recipe": self.values})
         return trainer
+
+    def _build_evaluators(self, given: Mapping[str, Any]) -> Any:
+        size = self._own.get(_EVAL_BATCH)
+        batch = {} if size is None else {"batch_size": size * dist.get_world_size()}
+        made = [(settings, build(plan, {**given, **batch})) for settings, plan in self._evaluators]
+        loaders = [Evaluator(dataloader=loader, **settings) if settings else loader for settings, loader in made]
+        return loaders if len(loaders) > 1 else loaders[0]
 
     def _key(self, name: str) -> Key:
         other = next((old for old, new in RENAMED.items() if new == name and old in self.values), name)

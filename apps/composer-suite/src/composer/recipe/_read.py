@@ -273,27 +273,34 @@ def _override(values: dict[str, Any], places: dict[Key, str], override: str) -> 
     name, separator, text = override.partition("=")
     if not separator or not name:
         raise RecipeError(f"{_OVERRIDE}: {override!r} must be KEY=VALUE, such as optimizers.lr=3e-4.")
-    key: Key = tuple(int(part) if part.isdecimal() else part for part in name.split("."))
-    if key[0] not in values:
-        meant = RENAMED.get(str(key[0]), key[0])
-        key = (next((each for each in values if RENAMED.get(each, each) == meant), key[0]), *key[1:])
-    if len(key) == 1 and key[0] not in values:
-        ends = sorted({path for path, _ in _leaves(values, ()) if path[-1] == key[0]}, key=str)
-        if len(ends) > 1:
-            raise RecipeError(f"{_OVERRIDE}: {name!r} may be {' or '.join(map(spell, ends))}. Give one of them.")
-        key = ends[0] if ends else key
+    key = _key_of(name, values)
     parent: Any = values
     for depth, part in enumerate(key):
-        if isinstance(parent, list) and not (isinstance(part, int) and part < len(cast("list[Any]", parent))):
-            raise RecipeError(f"{_OVERRIDE}: {name!r}: {spell(key[:depth])} has no item {part!r}.")
         if not isinstance(parent, dict | list):
             raise RecipeError(f"{_OVERRIDE}: {name!r}: {spell(key[:depth])} is a {_kind(parent)}, without members.")
         members = cast(Any, parent)
+        if isinstance(parent, list) and not (isinstance(part, int) and part < len(members)):
+            raise RecipeError(f"{_OVERRIDE}: {name!r}: {spell(key[:depth])} has no item {part!r}.")
         if depth == len(key) - 1:
             members[part] = _parse(text, _OVERRIDE, places, first=key)
         elif isinstance(parent, dict) and members.get(part) is None:
             members[part] = {}
         parent = members[part]
+
+
+def _key_of(name: str, values: dict[str, Any]) -> Key:
+    """Return the key that a name on the command line stands for."""
+    key: Key = tuple(int(part) if part.isdecimal() else part for part in name.split("."))
+    if key[0] in values:
+        return key
+    meant = RENAMED.get(str(key[0]), key[0])
+    key = (next((each for each in values if RENAMED.get(each, each) == meant), key[0]), *key[1:])
+    if len(key) > 1 or key[0] in values:
+        return key
+    ends = sorted({path for path, _ in _leaves(values, ()) if path[-1] == key[0]}, key=str)
+    if len(ends) > 1:
+        raise RecipeError(f"{_OVERRIDE}: {name!r} may be {' or '.join(map(spell, ends))}. Give one of them.")
+    return ends[0] if ends else key
 
 
 def _leaves(value: Any, key: Key) -> Iterable[tuple[Key, Any]]:

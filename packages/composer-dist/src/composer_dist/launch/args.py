@@ -341,8 +341,8 @@ def _add_nodes(add: _Add) -> None:
     add(
         "--elastic-batch",
         choices=["keep-global", "keep-per-device"],
-        help="which batch size stays when a run resumes on another number of ranks (default: the global one, with a "
-        "warning where it cannot); composer's Trainer reads it as $COMPOSER_ELASTIC_BATCH",
+        help="which batch size stays when a run resumes on another number of ranks (default: that per device); "
+        "composer's Trainer reads it as $COMPOSER_ELASTIC_BATCH",
     )
 
 

@@ -93,7 +93,7 @@ def waited_for_another(ending: "Ending") -> bool:
     """Return whether a rank ended because it had waited too long for another one, and not for its own data, say."""
     message = str(ending.error.get("message", "")) if ending.error else ""
     words = f"{message}{_last_words(ending)}".lower()
-    is_of_ranks = any(each in words for each in ("gloo", "nccl", "collective", "torch/distributed"))
+    is_of_ranks = any(each in words for each in ("gloo", "pair closure", "nccl", "collective", "torch/distributed"))
     return is_of_ranks and ("timed out" in words or "timeout" in message.lower())
 
 
