@@ -1,12 +1,8 @@
 """Checkpoints in S3: a real server on loopback, and one in front of it that fails as S3 does on bad days."""
 
-import http.client
 import itertools
 import os
-import socket
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import pytest
@@ -45,90 +41,6 @@ def bucket(s3_bucket):
 def store(bucket):
     with S3ObjectStore(bucket, "prefix") as made:
         yield made
-
-
-class Gateway:
-    """Forwards requests to the server, unless its `fault` says otherwise for a method and a path.
-
-    A fault is a status to answer; `'reset'`, to hang up in the middle of the request; `'late'`, to hang up after the
-    server has done what was asked; `'cut'`, to hang up in the middle of the answer.
-    """
-
-    def __init__(self, server):
-        self.server, self.fault, self.seen = server, lambda method, path: None, []
-        gateway = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def forward(self):
-                path = self.path.partition("?")[0]
-                gateway.seen.append((self.command, path.rpartition("/")[2]))
-                fault = gateway.fault(self.command, path)
-                if fault == "reset":
-                    self.rfile.read(min(1000, int(self.headers.get("Content-Length", 0))))
-                    self.hang_up()
-                    return
-                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                if isinstance(fault, int):
-                    self.answer(fault, b"<Error><Code>Fault</Code><Message>bad day</Message></Error>", {})
-                    return
-                connection = http.client.HTTPConnection(server.host, server.port, timeout=30)
-                connection.request(self.command, self.path, body, dict(self.headers.items()))
-                reply = connection.getresponse()
-                content = reply.read()
-                connection.close()
-                if fault == "late":
-                    self.hang_up()
-                elif fault == "cut":
-                    self.answer(reply.status, content[: len(content) // 2], dict(reply.getheaders()))
-                    self.hang_up()
-                else:
-                    self.answer(reply.status, content, dict(reply.getheaders()))
-
-            def answer(self, status, content, headers):
-                self.send_response(status)
-                for name, value in headers.items():
-                    if name.lower() not in ("connection", "transfer-encoding", "server", "date", "content-length"):
-                        self.send_header(name, value)
-                if not any(name.lower() == "content-length" for name in headers):
-                    headers = {"Content-Length": str(len(content))}
-                self.send_header("Content-Length", next(v for k, v in headers.items() if k.lower() == "content-length"))
-                self.end_headers()
-                if self.command != "HEAD":
-                    self.wfile.write(content)
-
-            def hang_up(self):
-                self.close_connection = True
-                # No lingering: the client sees a reset and not an end.
-                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
-                self.connection.close()
-
-            do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = forward
-
-            def log_message(self, *_):
-                pass
-
-        class Server(ThreadingHTTPServer):
-            def handle_error(self, request, client_address):
-                pass  # a connection that was hung up on
-
-        self._server = Server(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
-        self._thread.start()
-
-    def close(self):
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
-
-
-@pytest.fixture
-def gateway(server):
-    made = Gateway(server)
-    yield made
-    made.close()
 
 
 @pytest.fixture

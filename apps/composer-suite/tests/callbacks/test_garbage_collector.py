@@ -113,9 +113,10 @@ def test_the_setting_from_before_is_restored(automatic, is_enabled):
 def test_it_is_restored_by_an_error_without_close(automatic):
     collector, litter = ScheduledGarbageCollector(), Litter(1, fail_at=3)
     try:
-        with pytest.raises(RuntimeError, match="full"):
+        with pytest.raises(RuntimeError, match="full") as raised:
             train(litter, collector)
         assert gc.isenabled()
+        assert raised.tb is not None  # which keeps the Trainer, so that nothing has closed it
     finally:
         gc.callbacks.remove(litter.note)
 

@@ -26,7 +26,7 @@ class ScheduledGarbageCollector(Callback):
 
     Raises:
         TypeError: If an argument is not a whole number.
-        ValueError: If `batch_interval` is less than 1, or there is no such generation.
+        ValueError: If `batch_interval` is less than 1, or `generation` is not 0, 1 or 2.
 
     Example:
         >>> collector = ScheduledGarbageCollector(batch_interval=100)

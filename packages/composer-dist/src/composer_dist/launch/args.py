@@ -398,6 +398,18 @@ def _add_end(add: _Add) -> None:
         f"{', '.join(HANG_PHASES)} (default: %(default)s)",
     )
     add(
+        "--health-port",
+        type=int,
+        metavar="PORT",
+        help="serve /healthz, with status 503 if the ranks make no progress, and /metrics for Prometheus on this port",
+    )
+    add(
+        "--health-host",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="the address for it; 0.0.0.0 for all, which anyone may then read (default: %(default)s)",
+    )
+    add(
         "--monitor-interval",
         type=float,
         default=0.1,

@@ -95,14 +95,16 @@ def _prepare(arguments: Sequence[str]) -> Callable[[], int]:
 def _find_interpreter(options: Options) -> None:
     """Run a script by the module that a distribution has for files with its ending, such as recipes in YAML.
 
-    The module is an entry point of the group `composer.scripts`, whose name is the ending without its dot.
+    The module is an entry point of the group `composer.scripts`, whose name is the ending without its dot, or that of
+    a command which ranks can run, such as `doctor`.
     """
     script = options.training_script
-    ending = os.path.splitext(script)[1].removeprefix(".")
-    if ending in ("", "py") or options.module_mode or options.command_mode or not os.path.exists(script):
+    ending, is_file = os.path.splitext(script)[1].removeprefix("."), os.path.exists(script)
+    if ending == "py" or options.module_mode or options.command_mode or bool(ending) != is_file:
         return
-    for found in entry_points(group="composer.scripts", name=ending):
-        options.training_script_args = [script, *options.training_script_args]
+    for found in entry_points(group="composer.scripts", name=ending or script):
+        if is_file:
+            options.training_script_args = [script, *options.training_script_args]
         options.training_script, options.module_mode = found.value, True
 
 

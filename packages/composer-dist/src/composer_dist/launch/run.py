@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -43,10 +44,12 @@ from composer_dist.launch.topology import (
 from composer_dist.launch.watch import Watch
 from composer_dist.launch.workers import Ending, Signals, Workers
 from composer_dist.progress import VARIABLE as PROGRESS
-from composer_dist.progress import Board
+from composer_dist.progress import Board, RankProgress
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]  # documented there
+
+    from composer_dist.launch.health import HealthServer, Snapshot
 
 
 def run(options: Options, topology: Topology) -> int:
@@ -96,6 +99,11 @@ class Launch:
     def __init__(self, options: Options) -> None:
         self.status = 1
         self._options = options
+        self._num_starts = 0
+        self._closing = ExitStack()
+        self._health: HealthServer | None = None
+        if options.health_port is not None:  # first, since the port may be taken
+            self._health = self._serve_health(options.health_host, options.health_port)
         self._failed = False
         self._has_failed_before = False
         self._leftovers: list[int] = []
@@ -108,6 +116,9 @@ class Launch:
         """The progress of the ranks, once they are started; a new one for each attempt."""
 
     def __enter__(self) -> "Launch":
+        if self._health is not None:
+            self._health.start()
+            self._closing.callback(self._health.stop)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
@@ -133,6 +144,7 @@ class Launch:
         """Start the ranks, and return their processes."""
         commands = {lr: child_command(self._options, {**os.environ, **env}) for lr, env in envs.items()}
         self._close_board()
+        self._num_starts += 1
         self.board = Board(len(envs))  # new, since a process of the last attempt might still write
         for local_rank, env in envs.items():
             env[LAUNCH_ID] = self._guardian.launch_id
@@ -240,6 +252,7 @@ class Launch:
             self.status = failures[0].status if failures else stopped
         self._leftovers += self._guardian.sweep(spare_detached=self.status == 0)
         self._guardian.close()
+        self._closing.close()
         self._close_board()
         folder = self._logs.close(failed=self._has_failed_before or (self.status != 0 and workers is not None))
         if self._leftovers:
@@ -249,6 +262,33 @@ class Launch:
         elif folder is not None:
             level = logging.WARNING if self.status or self._has_failed_before else logging.INFO
             _log.log(level, "The logs are in %s", folder)
+
+    def _serve_health(self, host: str, port: int) -> "HealthServer":
+        if not 0 < port < 2**16:
+            raise CannotStartError(f"--health-port={port!r} must be a port, from 1 to 65535.")
+        try:
+            from composer_dist.launch.health import HealthServer  # prometheus-client, an extra
+        except ImportError as error:
+            raise CannotStartError(
+                f"--health-port={port} needs the package prometheus-client ({error}). Run `pip install "
+                "'composer-dist[health]'`."
+            ) from error
+        return HealthServer(host, port, self._snapshot)
+
+    def _snapshot(self) -> "Snapshot":
+        """Return the state of the ranks, for a thread of the health server."""
+        from composer_dist.launch.health import Snapshot  # as above
+
+        board, workers, ranks, problem = self.board, self._workers, list[RankProgress](), None
+        with suppress(ValueError):  # the board was closed meanwhile
+            ranks = [] if board is None else board.read_all()
+        if board is None or workers is None:
+            problem = "The ranks are not running."
+        elif workers.has_verdict or any(workers.exit_codes.values()):
+            problem = "A rank has failed."
+        elif self._watch.is_stalled(workers.exit_codes):
+            problem = "No rank makes progress."
+        return Snapshot(ranks, max(0, self._num_starts - 1), problem)
 
     def _close_board(self) -> None:
         if self.board is not None:

@@ -103,11 +103,11 @@ class Watch:
         """Return the verdict if no rank makes progress, given the exit codes of ranks that have ended."""
         now = time.monotonic()
         passed_s = now - self._looked_s
-        if not self._is_on or self._board is None or passed_s < _LOOK_S:
+        if self._board is None or passed_s < _LOOK_S:
             return None
         self._looked_s = now
         self._update(min(passed_s, _LONGEST_STEP_S), exits)
-        if now < self._rests_until_s or not self._are_stalled(exits):
+        if not self._is_on or now < self._rests_until_s or not self.is_stalled(exits):
             return None
         stacks = self._collect(exits)
         if any(stack.is_compiling for stack in stacks.values()):
@@ -146,9 +146,9 @@ class Watch:
             elif track is None and progress.pid:
                 self._tracks[local_rank] = _Track(progress)
 
-    def _are_stalled(self, exits: Mapping[int, int]) -> bool:
-        """Return whether every rank that trains has passed the limit of its phase."""
-        running = [track for lr, track in self._tracks.items() if lr not in exits]
+    def is_stalled(self, exits: Mapping[int, int]) -> bool:
+        """Return whether every rank that trains has passed the limit of its phase; also from another thread."""
+        running = [track for lr, track in list(self._tracks.items()) if lr not in exits]
         # Before the first `fit` and after the last one, a script may do anything.
         if not any(track.progress.phase not in ("start", "between") for track in running):
             return False

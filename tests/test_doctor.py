@@ -1,0 +1,176 @@
+"""`composer doctor` on set-ups that are healthy, and that are broken in one place."""
+
+import contextlib
+import io
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from composer.cli.doctor import main
+from composer_dist import get_free_tcp_port, get_global_rank
+from composer_dist.testing import run_ranks
+
+DOCTOR = [sys.executable, "-m", "composer.cli.doctor"]
+LAUNCHER = [sys.executable, "-m", "composer_dist.launch"]
+
+
+def find(told, verdict):
+    """Return what has a verdict, by check."""
+    return {one["check"]: one["found"] for one in told["checks"] if one["verdict"] == verdict}
+
+
+def diagnose(*arguments, command=DOCTOR, **environ):
+    """Return the exit status and the report of the command."""
+    ended = subprocess.run(
+        [*command, "--json", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environ,
+    )
+    assert ended.stdout.startswith("{"), ended.stderr
+    told = json.loads(ended.stdout)
+    assert ended.returncode == bool(find(told, "failure")) == told["has_failed"]
+    assert all(one["advice"] for one in told["checks"] if one["verdict"] in ("failure", "warning"))
+    return told
+
+
+def test_a_healthy_machine_has_no_failure(tmp_path):
+    told = diagnose("--save-folder", tmp_path / "{run_name}", "--port", get_free_tcp_port())
+    assert not find(told, "failure")
+    healthy = find(told, "ok") | find(told, "warning")
+    assert {"versions", "devices", "open files", "save folder"} <= healthy.keys()
+    assert healthy["save folder"].startswith(f"{tmp_path}: ")
+    assert list(find(told, "skipped")) == ["all-reduce"]
+    assert not list(tmp_path.iterdir())
+    assert told["environment"]["cpu_count"] == os.cpu_count()
+
+
+def test_a_port_that_is_taken_is_found():
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert list(find(diagnose("--port", port), "failure")) == [f"port {port}"]
+
+
+@pytest.mark.skipif(not Path("/sys/kernel").is_dir(), reason="needs a folder to which root cannot write")
+def test_a_folder_that_cannot_be_written_to_is_found():
+    failures = find(diagnose("--save-folder", "/sys/kernel/checkpoints"), "failure")
+    assert list(failures) == ["save folder"]
+    assert failures["save folder"].startswith("/sys/kernel cannot be written to: ")
+
+
+def test_a_limit_of_open_files_is_found(tmp_path):
+    command = ["sh", "-c", 'ulimit -n 256; exec "$@"', "sh", *DOCTOR]
+    assert find(diagnose(command=command), "warning")["open files"] == "limit 256"
+
+
+@pytest.fixture
+def store(gateway, s3_bucket, monkeypatch):
+    """Return the address of a folder of a store, whose requests pass the gateway."""
+    monkeypatch.setenv("S3_ENDPOINT_URL", gateway.url)
+    return f"s3://{s3_bucket}/runs/{{run_name}}"
+
+
+def test_a_store_with_all_permissions_is_healthy_and_keeps_nothing(store, gateway):
+    told = diagnose("--save-folder", store)
+    assert not find(told, "failure")
+    assert {"store: put", "store: list", "store: get", "store: delete"} <= find(told, "ok").keys()
+    put, delete = ([name for method, name in gateway.seen if method == wanted] for wanted in ("PUT", "DELETE"))
+    assert put == delete
+    assert len(put) == 1
+
+
+@pytest.mark.parametrize(("method", "denied"), [("DELETE", ["delete"]), ("PUT", ["put"])])
+def test_a_permission_that_a_store_denies_is_found(store, gateway, method, denied):
+    gateway.fault = lambda asked, path: 403 if asked == method else None
+    assert list(find(diagnose("--save-folder", store), "failure")) == [f"store: {name}" for name in denied]
+
+
+def test_a_store_that_denies_lists_is_found(store, gateway):
+    gateway.fault = lambda method, path: 403 if method == "GET" and ".composer" not in path else None
+    assert list(find(diagnose("--save-folder", store), "failure")) == ["store: list"]
+
+
+def look_with(fault, folder):
+    """Return the status and the report of a rank, where rank 1 has a fault."""
+    if get_global_rank() == 1 and fault == "version":
+        sys.path.insert(0, folder)
+    if get_global_rank() == 1 and fault == "clock":
+        real = time.time
+        time.time = lambda: real() - 30.0
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        status = main(["--json"])
+    return status, printed.getvalue()
+
+
+@pytest.mark.parametrize("fault", [None, "version", "clock"])
+def test_ranks_that_differ_are_found(tmp_path, fault):
+    import numpy
+
+    (tmp_path / "numpy-0.1.dist-info").mkdir()
+    (tmp_path / "numpy-0.1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: numpy\nVersion: 0.1\n")
+    ranks = run_ranks(look_with, fault, str(tmp_path), store=tmp_path / "store")
+    (status, printed), of_rank_1 = ranks
+    assert (status, of_rank_1) == (bool(fault), (0, ""))
+    expected = {
+        None: {},
+        "version": {"versions": f"numpy {numpy.__version__} on rank 0, 0.1 on rank 1"},
+        "clock": {"clocks": "-30.0 s from rank 0"},
+    }
+    assert find(json.loads(printed), "failure") == expected[fault]
+
+
+def test_a_meeting_point_without_an_answer_is_found():
+    place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NODE_RANK": "1"}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_tcp_port())}
+    assert list(find(diagnose("--timeout", 2, **place), "failure")) == ["process group"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["composer", "torchrun"])
+def test_launched_ranks_compare_what_they_find(launcher, tmp_path):
+    command = [*LAUNCHER, "-n", "2", "doctor"]
+    if launcher == "torchrun":
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node=2",
+            "-m",
+            DOCTOR[-1],
+        ]
+    told = diagnose("--save-folder", tmp_path, command=command)
+    assert told["world_size"] == 2
+    assert not find(told, "failure")
+    assert {"clocks", "all-reduce"} <= (find(told, "ok") | find(told, "warning")).keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_two_nodes_are_told_whether_they_have_the_same_folder(is_shared, tmp_path):
+    endpoint = f"127.0.0.1:{get_free_tcp_port()}"
+    command = [*LAUNCHER, "-N", "2", "-n", "1", "--rdzv-endpoint", endpoint, "--rdzv-id", "1", "doctor"]
+    command += ["--json", "--save-folder", "checkpoints"]
+    nodes = []
+    for name in ("a", "a" if is_shared else "b"):
+        (tmp_path / name / "checkpoints").mkdir(parents=True, exist_ok=True)
+        environ = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        nodes.append(subprocess.Popen(command, cwd=tmp_path / name, env=environ, **pipes))
+    try:
+        printed = [node.communicate(timeout=120) for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+    (text,) = (out for out, _ in printed if out)  # of rank 0
+    told = json.loads(text)
+    assert not find(told, "failure")
+    assert (find(told, "warning").get("save folder") == "not the folder of rank 0") != is_shared
+    assert not list(tmp_path.glob("*/checkpoints/*"))
