@@ -74,6 +74,19 @@ def test_a_rank_that_hangs_is_named_and_ended(tmp_path):
     assert 'testing.py", line' in stacks
 
 
+def one_leaves_the_other_alone():
+    if dist.get_global_rank() == 1:
+        threading.Event().wait()
+    dist.barrier()
+
+
+def test_the_stacks_of_a_rank_that_another_one_waited_for_in_vain_are_told(tmp_path):
+    # A rank that hangs, as by a lock that was held when a worker of a dataloader was forked, raises nothing itself.
+    with pytest.raises(AssertionError, match=r"^rank 0 raised:\n") as caught:
+        run_ranks(one_leaves_the_other_alone, store=tmp_path / "store", timeout_s=8)
+    assert "in one_leaves_the_other_alone" in str(caught.value).partition("rank 1 was at:\n")[2]
+
+
 def test_a_store_of_an_earlier_run_is_refused(tmp_path):
     (tmp_path / "store").touch()
     with pytest.raises(ValueError, match="exists: ranks of an earlier run met there"):

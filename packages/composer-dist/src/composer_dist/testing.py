@@ -33,7 +33,7 @@ _PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "composer_dist.dist
 _PRELOADED_AFTER = ["torchmetrics"]
 _GOODBYE_S = 5.0  # time for a rank to exit after it has sent its answer
 _PATIENCE = 0.75  # the fraction of the timeout after which a collective raises, so that its error arrives in time
-_STACKS_S = 1.0  # time before the kill at which a rank writes its stack traces
+_STACKS = 0.7  # the fraction of it after which a rank writes its stack traces: before a collective raises
 _AFTERMATH_S = 0.3  # time to wait for the other ranks' errors after the first failure
 
 
@@ -71,7 +71,7 @@ def run_ranks(
     Raises:
         ValueError: If `body` is not at the top level of a file, or if `store` exists.
         AssertionError: If a rank raised, died or did not finish; with its traceback, its exit code, or its stack traces
-            shortly before the kill.
+            shortly before collectives raise.
     """
     if Path(store).exists():
         raise ValueError(f"store={str(store)!r} exists: ranks of an earlier run met there. Choose another name.")
@@ -164,10 +164,11 @@ def _collect(ranks: list[_Rank], timeout_s: float) -> dict[int, _Answer]:
 def _results(ranks: list[_Rank], answers: dict[int, _Answer], timeout_s: float) -> list[Any]:
     # The earliest failure first; a death without an answer has time 0 and precedes all.
     failures = sorted((answer.time_s, rank, answer.failure) for rank, answer in answers.items() if answer.failure)
+    missing = [rank for rank in ranks if rank.rank not in answers]
+    stacks = "".join(f"\nrank {rank.rank} was at:\n{found}" for rank in missing if (found := _stacks(rank)))
     if failures:
-        raise AssertionError("\n".join(f"rank {rank} {failure}" for _, rank, failure in failures))
-    if missing := [rank for rank in ranks if rank.rank not in answers]:
-        stacks = "".join(f"\nrank {rank.rank} was at:\n{_stacks(rank)}" for rank in missing)
+        raise AssertionError("\n".join(f"rank {rank} {failure}" for _, rank, failure in failures) + stacks)
+    if missing:
         numbers = [rank.rank for rank in missing]
         raise AssertionError(f"ranks {numbers} did not finish within {timeout_s} s and were killed.{stacks}")
     return [answers[rank.rank].value for rank in ranks]
@@ -176,8 +177,8 @@ def _results(ranks: list[_Rank], answers: dict[int, _Answer], timeout_s: float) 
 def _stacks(rank: _Rank) -> str:
     try:
         return rank.stacks.read_text(errors="replace")
-    except OSError:
-        return "(it wrote no stack trace)\n"
+    except FileNotFoundError:  # killed while it started
+        return ""
 
 
 def _answer(rank: _Rank) -> _Answer:
@@ -205,7 +206,7 @@ def _run(task: _Task, writer: Connection) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # Written by a C thread, so a held GIL does not matter.
     stacks = task.stacks.open("a")
-    faulthandler.dump_traceback_later(max(task.timeout_s - _STACKS_S, task.timeout_s / 2), file=stacks)
+    faulthandler.dump_traceback_later(_STACKS * task.timeout_s, file=stacks)
     try:
         torch.set_num_threads(1)
         # Processes that the body starts use Python's default start method, not the one of this rank.
