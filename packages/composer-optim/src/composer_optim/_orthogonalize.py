@@ -91,16 +91,17 @@ def orthogonalize(
         # On CPUs a product of a batch takes longer than the products of its matrices, unless these are small.
         is_single = matrices[positions[0]].device.type == "cpu" and rows * columns > _SMALL
         length = 1 if is_single else max(1, _MAX_BATCH // max(1, rows * columns))
+        scratch: list[Tensor] = []
         for start in range(0, len(positions), length):
             chosen = positions[start : start + length]
             if len(chosen) == 1:
                 whole = flat[chosen[0]].to(dtype, copy=not overwrites, memory_format=torch.contiguous_format)
-                batch = (_iterate(whole, steps),)
+                batch = (_iterate(whole, steps, scratch),)
             else:
                 whole = flat[chosen[0]].new_empty(len(chosen), rows, columns, dtype=dtype)
                 # Converts and stacks in one pass.
                 torch._foreach_copy_(whole.unbind(), [flat[position] for position in chosen])  # pyright: ignore[reportPrivateImportUsage]
-                batch = _iterate(whole, steps).unbind()
+                batch = _iterate(whole, steps, scratch).unbind()
             if finish is not None:
                 batch = finish(torch.stack(batch), chosen).unbind()
             for position, result in zip(chosen, batch, strict=True):
@@ -108,15 +109,28 @@ def orthogonalize(
     return results
 
 
-def _iterate(x: Tensor, steps: Sequence[Polynomial]) -> Tensor:
-    """Run the iteration on a matrix, or on a batch of shape `(batch, rows, columns)`, whose memory is reused."""
+def _iterate(x: Tensor, steps: Sequence[Polynomial], scratch: list[Tensor]) -> Tensor:
+    """Run the iteration on a matrix, or on a batch of shape `(batch, rows, columns)`, and return it in its memory.
+
+    `scratch` is memory to use, which is empty before the first call, because fresh memory costs a CPU about as much as
+    the additions of a small matrix.
+    """
+    if not scratch or scratch[0].shape != x.shape:
+        size = min(x.shape[-2:])
+        scratch[:] = torch.empty_like(x), *x.new_empty(2, *x.shape[:-2], size, size)
+    result, (other, gram, polynomial) = x, scratch
     multiply_add = torch.addmm if x.ndim == 2 else torch.baddbmm
     is_tall = x.shape[-2] > x.shape[-1]
     # The Frobenius norm is at least the largest singular value, which must not exceed 1.
-    x.div_(torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=_EPS))
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp_(min=_EPS)
+    if len(steps) % 2:  # the last step must write to the memory of the result
+        x, other = torch.div(x, norm, out=other), x
+    else:
+        x.div_(norm)
     for a, b, c in steps:
         # The smaller of the two products. Not of `x.mT`: the result has the strides of a weight, for fast additions.
-        gram = x.mT @ x if is_tall else x @ x.mT
-        gram = multiply_add(gram, gram, gram, beta=b, alpha=c)
-        x = multiply_add(x, x, gram, beta=a) if is_tall else multiply_add(x, gram, x, beta=a)
-    return x
+        torch.matmul(*((x.mT, x) if is_tall else (x, x.mT)), out=gram)
+        multiply_add(gram, gram, gram, beta=b, alpha=c, out=polynomial)
+        multiply_add(x, *((x, polynomial) if is_tall else (polynomial, x)), beta=a, out=other)
+        x, other = other, x
+    return result
