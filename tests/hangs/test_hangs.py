@@ -9,10 +9,10 @@ import pytest
 
 # What the report says of the stuck rank, by fault.
 CAUSES = {
-    "loop": "stuck: rank 1 is running in batch_end ({script}:",
-    "sleep": "stuck: rank 1 is waiting in batch_end ({script}:",
-    "lock": "stuck: rank 1 is waiting in batch_end ({script}:",
-    "pipe": "stuck: rank 1 is waiting in a save or a load in batch_checkpoint ({script}:",
+    "loop": "stuck: rank 1 is running in get_stuck ({script}:",
+    "sleep": "stuck: rank 1 is waiting in get_stuck ({script}:",
+    "lock": "stuck: rank 1 is waiting in get_stuck ({script}:",
+    "pipe": "stuck: rank 1 is waiting in a save or a load in get_stuck ({script}:",
     "worker": "stuck: rank 1 waits for a worker of its dataloader",
     "order": "different collectives: rank 0: all_reduce",
 }
@@ -49,7 +49,7 @@ def test_a_suspended_rank_is_named(tmp_path):
 def test_a_run_with_a_stuck_rank_is_started_again(tmp_path):
     ended = _launch(tmp_path, "sleep", "--hang-timeout", "3", "--max-restarts", "1")
     assert ended.returncode == 0, ended.stderr
-    assert "stuck: rank 1 is waiting in batch_end" in ended.stderr
+    assert "stuck: rank 1 is waiting in get_stuck" in ended.stderr
     assert "starting all ranks again" in ended.stderr
 
 
@@ -65,5 +65,5 @@ def test_the_rank_for_which_another_one_timed_out_is_named(tmp_path, monkeypatch
     monkeypatch.setenv("DIST_TIMEOUT", "6")
     ended = _launch(tmp_path, "sleep")
     assert ended.returncode == 124, ended.stderr
-    assert "stuck: rank 1 is waiting in batch_end" in ended.stderr
+    assert "stuck: rank 1 is waiting in get_stuck" in ended.stderr
     assert "rank 1 (PID" in ended.stderr.partition("failed first")[0].rpartition("composer: error:")[2]

@@ -9,6 +9,7 @@ from composer_dist.launch.stacks import Stack
 from composer_dist.progress import RankProgress
 
 Calls: TypeAlias = dict[str, dict[int, dict[str, Any]]]
+NOT_BEGUN = "before its training"
 _UNFINISHED = ("start", "data", "train", "optimizer", "callbacks", "evaluation", "checkpoint")
 
 
@@ -26,6 +27,8 @@ class View:
         is_suspended: Whether it is suspended.
         collective: The operation in which it waits according to its stack, or `None`.
         doing: What it does otherwise, as a verb phrase.
+        is_compiling: Whether its stack is inside a compiler.
+        is_unknown: Whether its node's launcher has not sent its stack.
         calls: Its last collectives in each process group by number, from torch's flight recorder.
     """
 
@@ -38,7 +41,17 @@ class View:
     is_suspended: bool = False
     collective: str | None = None
     doing: str = ""
+    is_compiling: bool = False
+    is_unknown: bool = False
     calls: "Calls" = field(default_factory=dict[str, dict[int, dict[str, Any]]])
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "View":
+        """Return the view from its fields after a conversion to JSON, whose keys are texts."""
+        calls = {
+            name: {int(number): entry for number, entry in found.items()} for name, found in values["calls"].items()
+        }
+        return cls(**{**values, "calls": calls})
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +91,7 @@ def view(
         is_suspended=stack is not None and stack.is_suspended,
         collective=None if stack is None else stack.collective,
         doing="" if stack is None else _doing(stack, progress),
+        is_compiling=stack is not None and stack.is_compiling,
         calls=calls,
     )
 
@@ -86,18 +100,23 @@ def decide(views: Sequence[View]) -> Verdict:
     """Return which ranks are stuck.
 
     A rank is stuck if it has ended, is suspended, or runs code outside a collective while others wait in one. If all
-    wait in collectives, their last ones are compared: different operations, shapes, or numbers of them.
+    wait in collectives, those are stuck of which nothing is known. Otherwise the last collectives of the ranks are
+    compared: different operations, shapes, or numbers of them.
     """
     running = [each for each in views if each.exit_code is None]
-    behind = min((each.batch for each in running), default=0)
-    # A rank that has finished its training may end before the others.
-    left = [each for each in views if each.exit_code is not None and (each.phase in _UNFINISHED or each.batch < behind)]
-    awake = [each for each in running if not each.is_suspended]
-    gone = [*left, *(each for each in running if each.is_suspended)]
-    if stuck := gone or _outside_collectives(awake, views):
+    unknown = [each for each in running if each.is_unknown]
+    awake = [each for each in running if not each.is_suspended and not each.is_unknown]
+    gone = [*left(views), *(each for each in running if each.is_suspended)]
+    if stuck := gone or _outside_collectives(awake, views) or unknown:
         return _verdict(stuck, views)
     cause, minority = compare_collectives(awake)
     return _verdict([each for each in awake if each.rank in minority] or awake, views, cause)
+
+
+def left(views: Sequence[View]) -> list[View]:
+    """Return the ranks that ended while others still trained. One that has finished may end before the others."""
+    behind = min((each.batch for each in views if each.exit_code is None), default=0)
+    return [each for each in views if each.exit_code is not None and (each.phase in _UNFINISHED or each.batch < behind)]
 
 
 def _outside_collectives(awake: Sequence[View], views: Sequence[View]) -> list[View]:
@@ -173,6 +192,8 @@ def _describe(each: View) -> str:
         return f"ended with exit code {each.exit_code} {each.where}, while other ranks still trained"
     if each.is_suspended:
         return f"is suspended (SIGSTOP) {each.where}"
+    if each.is_unknown:
+        return f"{each.doing} {each.where}".rstrip()
     if each.collective is not None:
         entries = [entry for numbers in each.calls.values() for entry in numbers.values() if not entry["is_done"]]
         call = f": {_call(entries[-1])}" if entries else ""
@@ -182,7 +203,7 @@ def _describe(each: View) -> str:
 
 def _where(progress: RankProgress) -> str:
     if not progress.pid:
-        return "before its training"
+        return NOT_BEGUN
     if not progress.event:
         return "at the start"
     side = "on" if progress.is_inside_event else "after"

@@ -19,6 +19,7 @@ from torch.distributed.elastic.multiprocessing import SignalException, Subproces
 from composer_dist.launch.args import HANG_STATUS, SIGNAL_TIMEOUT_S, CannotStartError, Options
 from composer_dist.launch.guardian import Guardian, process_state
 from composer_dist.launch.output import Logs
+from composer_dist.launch.report import join_ranks
 from composer_dist.launch.verdict import Verdict
 
 _NEWS_S = 2.0  # delay after which the launcher may notice a kill that the rank's peers noticed at once
@@ -46,6 +47,8 @@ class Ending:
     """Whether the process also exited by itself; otherwise it raised or was suspended and had to be stopped."""
     what: str
     """A description that continues `rank N`."""
+    has_waited: bool
+    """Whether it was ended because of a rank for which it waited."""
     error: Mapping[str, Any] | None
     stdout: str
     stderr: str
@@ -75,6 +78,7 @@ class Workers:
         self._stopped = _Suspensions(options.stopped_timeout)
         self._verdict: Verdict | None = None
         self._stuck: dict[int, str] = {}
+        self._waited: dict[int, str] = {}
         settings: dict[str, Any] = {}
         if options.numa_binding is not None:
             from torch.numa.binding import AffinityMode, NumaOptions  # rarely needed
@@ -129,12 +133,13 @@ class Workers:
     def take_verdict(self, verdict: Verdict) -> None:
         """Count the stuck ranks as failed; those that wait for a rank that has ended, or is elsewhere, instead."""
         self._verdict = verdict
-        ranks = {int(env["RANK"]): local_rank for local_rank, env in self._envs.items()}
-        for found in (verdict.stuck, verdict.waiting):
-            self._stuck = {ranks[rank]: what for rank, what in found.items() if rank in ranks}
-            self._stuck = {lr: what for lr, what in self._stuck.items() if lr not in self._exits}
-            if self._stuck:
-                return
+        running = {int(env["RANK"]): local_rank for local_rank, env in self._envs.items()}
+        running = {rank: local_rank for rank, local_rank in running.items() if local_rank not in self._exits}
+        stuck = {
+            lr: f"made no progress: it {verdict.stuck[rank]}" for rank, lr in running.items() if rank in verdict.stuck
+        }
+        self._waited = {} if stuck else dict.fromkeys(running.values(), f"waited for {_blame(verdict.stuck)}")
+        self._stuck = stuck or self._waited
 
     @property
     def status_of_stop(self) -> int:
@@ -261,7 +266,7 @@ class Workers:
         if suspended_s is not None:
             code, failed, what = -signal.SIGSTOP, stop_time, f"was suspended by SIGSTOP for {suspended_s:.0f} s"
         elif local_rank in self._stuck:
-            code, failed, what = HANG_STATUS, stop_time, f"made no progress: it {self._stuck[local_rank]}"
+            code, failed, what = HANG_STATUS, stop_time, self._stuck[local_rank]
         elif error is not None and was_stopped:
             code, what = 1, "raised an exception and was stopped"
         else:
@@ -280,10 +285,17 @@ class Workers:
             by_itself=code != 0 and failed <= stop_time,
             has_exited=not was_stopped,
             what=what,
+            has_waited=local_rank in self._waited,
             error=error,
             stdout=self._context.stdouts[local_rank],
             stderr=self._context.stderrs[local_rank],
         )
+
+
+def _blame(stuck: Mapping[int, str]) -> str:
+    """Return the ranks for which the others waited, and what it does if it is one."""
+    what = "".join(f", which {each}" for each in stuck.values()) if len(stuck) == 1 else ""
+    return f"{join_ranks(sorted(stuck))}{what}"
 
 
 class _Suspensions:
