@@ -131,6 +131,11 @@ def collect(pids: Mapping[int, int], files: Mapping[int, Path]) -> dict[int, Sta
     return {key: _read(files[key], start, family, pids[key], states[key]) for key, (start, family) in asked.items()}
 
 
+def of_crash(file: Path) -> Stack:
+    """Return the stack of a process that crashed, as far as it wrote one."""
+    return _read(file, 0, [0], 0, None)
+
+
 def native(pid: int) -> str:
     """Return the stacks with native frames if py-spy is installed and may read the process, else nothing."""
     tool = shutil.which("py-spy")

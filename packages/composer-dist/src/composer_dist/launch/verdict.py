@@ -84,7 +84,7 @@ def view(
     return View(
         rank=rank,
         idle_s=idle_s,
-        where=_where(progress),
+        where=describe_place(progress),
         phase=progress.phase if progress.pid else "start",
         batch=progress.batch,
         exit_code=exit_code,
@@ -148,13 +148,13 @@ def _compare_call(called: Mapping[int, dict[str, Any]], missing: Sequence[int]) 
     """Return the difference between the collectives of one number, by rank, or `None`."""
     kinds = Counter(map(_signature, called.values()))
     if len(kinds) > 1:
-        listed = "; ".join(f"rank {rank}: {_call(entry)}" for rank, entry in sorted(called.items()))
+        listed = "; ".join(f"rank {rank}: {describe_call(entry)}" for rank, entry in sorted(called.items()))
         (common, count), (_, second) = kinds.most_common(2)
         odd = {rank for rank, entry in called.items() if _signature(entry) != common}
         return f"the ranks called different collectives: {listed}", odd if count > second else set()
     if missing and not all(entry["is_done"] for entry in called.values()):
         ranks, others = (", ".join(map(str, each)) for each in (missing, sorted(called)))
-        call = _call(next(iter(called.values())))
+        call = describe_call(next(iter(called.values())))
         return f"not all ranks called {call}: ranks {others} did, ranks {ranks} did not", set(missing)
     return None
 
@@ -173,7 +173,8 @@ def _signature(entry: Mapping[str, Any]) -> tuple[Any, ...]:
     return (entry["name"],) if one_sided else (entry["name"], str(entry["shapes"]), str(entry["dtypes"]))
 
 
-def _call(entry: Mapping[str, Any]) -> str:
+def describe_call(entry: Mapping[str, Any]) -> str:
+    """Return a collective's name, number, dtypes and shapes."""
     name, state = str(entry["name"]).rpartition(":")[2], "done" if entry["is_done"] else "not done"
     what = ", ".join(f"{dtype} {shape}" for dtype, shape in zip(entry["dtypes"], entry["shapes"], strict=False))
     return f"{name} number {entry['sequence']} of {what} ({state})"
@@ -196,12 +197,13 @@ def _describe(each: View) -> str:
         return f"{each.doing} {each.where}".rstrip()
     if each.collective is not None:
         entries = [entry for numbers in each.calls.values() for entry in numbers.values() if not entry["is_done"]]
-        call = f": {_call(entries[-1])}" if entries else ""
+        call = f": {describe_call(entries[-1])}" if entries else ""
         return f"waits in {each.collective} {each.where}{call}"
     return f"{each.doing or 'made no progress'} {each.where}"
 
 
-def _where(progress: RankProgress) -> str:
+def describe_place(progress: RankProgress) -> str:
+    """Return the event and the batch of a rank."""
     if not progress.pid:
         return NOT_BEGUN
     if not progress.event:

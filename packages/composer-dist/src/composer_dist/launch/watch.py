@@ -14,8 +14,8 @@ from composer_dist.flight_recorder import FILE as COLLECTIVES
 from composer_dist.launch.args import HangTimeouts
 from composer_dist.launch.nodes import Node, Nodes, all_have_seen, is_stalled_everywhere
 from composer_dist.launch.report import join_ranks, say
-from composer_dist.launch.stacks import STACK_FILE, Stack, collect, native
-from composer_dist.launch.verdict import NOT_BEGUN, Verdict, View, decide, left, view
+from composer_dist.launch.stacks import STACK_FILE, Stack, collect, native, of_crash
+from composer_dist.launch.verdict import NOT_BEGUN, Verdict, View, decide, describe_call, describe_place, left, view
 from composer_dist.progress import Board, RankProgress
 
 _log = logging.getLogger("composer_dist.launch")
@@ -169,6 +169,36 @@ class Watch:
         elif not any(lr in self._tracks for lr in self._envs if lr not in failed):
             return None
         return self._judge(exits, failed, "error: a rank has failed because of another one.") if waited else None
+
+    def compare_with_aborted(
+        self, aborted: int, exits: Mapping[int, int], errors: Mapping[int, Mapping[str, Any] | None]
+    ) -> str | None:
+        """Return what the ranks called, if a rank was aborted inside a collective, or `None`.
+
+        Gloo aborts a rank that gets more data than the shape of its tensor has room for.
+
+        Args:
+            aborted: The local rank.
+            exits: The exit codes of the local ranks that have ended.
+            errors: The recorded exception of each local rank.
+        """
+        stack = of_crash(Path(self._envs[aborted][STACK_FILE]))
+        if self._board is None or stack.collective is None:
+            return None
+        running = {lr: Stack(None, (), "") for lr in self._envs if lr not in exits}
+        calls = {lr: list(error.get("collectives", ())) for lr, error in errors.items() if error}
+        calls |= {lr: list(found) for lr, found in self._ask(running).items() if not calls.get(lr)}
+        said = [
+            f"rank {self._envs[lr]['RANK']} called {describe_call(found[-1])} {describe_place(self._board.read(lr))}"
+            for lr, found in sorted(calls.items())
+            if found
+        ]
+        rank, place = self._envs[aborted]["RANK"], describe_place(self._board.read(aborted))
+        others = f" The others: {'; '.join(said)}." if said else ""
+        return (
+            f"rank {rank} was aborted in {stack.collective} {place}. Gloo does so if another rank calls a collective "
+            f"of another shape.{others}"
+        )
 
     def _take(self, nodes: Nodes) -> Verdict:
         """Print and return the verdict of another node's launcher."""
