@@ -71,10 +71,11 @@ def test_views_survive_the_way_to_another_node():
 
 
 def test_a_report_names_ranks_that_do_the_same_together():
-    views = [_view(rank, collective="all_reduce") for rank in (0, 1, 2, 3, 5)] + [_view(4, doing="is running in f")]
+    views = [_view(rank, collective="all_reduce", where="here") for rank in (0, 1, 2, 3, 5)]
+    views += [_view(4, doing="is running in f", where="there")]
     assert report(decide(views), views)[1:] == [
-        "stuck: rank 4 is running in f.",
-        "waiting for it: each of ranks 0-3, 5 waits in all_reduce.",
+        "stuck: rank 4 is running in f there.",
+        "waiting for it: each of ranks 0-3, 5 waits in all_reduce here.",
     ]
 
 

@@ -156,7 +156,8 @@ class Nodes:
             if self._outgoing.get(key) == text:
                 del self._outgoing[key]
         common = {"beat": beat, "num_ranks": self._num_ranks, "has_seen": self.verdict is not None}
-        store.set(self._key(self._first), json.dumps(self._message | common))
+        if self._message:
+            store.set(self._key(self._first), json.dumps(self._message | common))
         wants, self._wants_stacks = self._wants_stacks, False
         asked = store.add(self._key(_ASKED), int(wants))
         if asked != self.asked:

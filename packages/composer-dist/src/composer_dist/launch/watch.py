@@ -12,7 +12,7 @@ from typing import Any
 
 from composer_dist.flight_recorder import FILE as COLLECTIVES
 from composer_dist.launch.args import HangTimeouts
-from composer_dist.launch.nodes import Node, Nodes, all_have_seen, is_stalled_everywhere
+from composer_dist.launch.nodes import Nodes, all_have_seen, is_stalled_everywhere
 from composer_dist.launch.report import join_ranks, say
 from composer_dist.launch.stacks import STACK_FILE, Stack, collect, native, of_crash
 from composer_dist.launch.verdict import NOT_BEGUN, Verdict, View, decide, describe_call, describe_place, left, view
@@ -226,10 +226,8 @@ class Watch:
 
     def _remembered(self) -> list[View]:
         """Return the ranks of other nodes as far as their launchers' last messages describe them."""
-        return [View.from_json(each) for node in self._others() for each in node.message["views"]]
-
-    def _others(self) -> list[Node]:
-        return [] if self._nodes is None else [node for node in self._nodes.others() if "views" in node.message]
+        assert self._nodes is not None
+        return [View.from_json(each) for node in self._nodes.others() for each in node.message["views"]]
 
     def _is_stalled_anywhere(self, exits: Mapping[int, int]) -> bool:
         """Return whether no rank of any node makes progress, as far as this launcher decides it."""

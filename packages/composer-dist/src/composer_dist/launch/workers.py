@@ -47,11 +47,11 @@ class Ending:
     """Whether the process also exited by itself; otherwise it raised or was suspended and had to be stopped."""
     what: str
     """A description that continues `rank N`."""
-    has_waited: bool
-    """Whether it was ended because of a rank for which it waited."""
     error: Mapping[str, Any] | None
     stdout: str
     stderr: str
+    has_waited: bool = False
+    """Whether it was stopped because of a rank for which it waited."""
 
     @property
     def status(self) -> int:
