@@ -52,6 +52,18 @@ def test_the_rank_with_another_collective_is_named(other):
     )
 
 
+def test_ranks_that_wait_for_a_collective_outside_of_it_are_not_blamed_for_another_one():
+    begun = _call(5, "gloo:all_reduce")  # with async_op=True, and waited for by the script itself
+    views = [_view(rank, doing="is waiting in main", calls=begun) for rank in (1, 2)]
+    views.append(_view(0, collective="broadcast", calls=_call(5, "gloo:broadcast")))
+    assert list(decide(views).stuck) == [0]
+
+
+def test_a_rank_that_waits_for_the_averages_of_gradients_is_in_a_collective():
+    frames = [Frame("/x/composer_dist/ddp.py", 439, "finish"), Frame("/x/train.py", 1, "main")]
+    assert Stack("S", frames, "").collective == "the collectives of data parallelism"
+
+
 def test_a_rank_that_misses_a_collective_is_named():
     calls = _call(5)
     views = [_view(0, collective="a", calls=calls), _view(1, collective="a", calls=_call(4, is_done=True))]

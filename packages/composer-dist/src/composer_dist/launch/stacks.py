@@ -70,6 +70,8 @@ class Stack:
     def collective(self) -> str | None:
         """The collective operation in which the main thread waits, or `None`."""
         for frame in self.frames:
+            if frame.file.endswith("/composer_dist/ddp.py"):  # waits for collectives that it has begun before
+                return "the collectives of data parallelism"
             if any(part in frame.file for part in _COLLECTIVES) and "/checkpoint/" not in frame.file:
                 name = frame.function.rpartition(".")[2]
                 return name if name not in ("wrapper", "_wait", "wait") else self._outer_collective(frame)

@@ -107,23 +107,19 @@ def decide(views: Sequence[View]) -> Verdict:
     unknown = [each for each in running if each.is_unknown]
     awake = [each for each in running if not each.is_suspended and not each.is_unknown]
     gone = [*left(views), *(each for each in running if each.is_suspended)]
-    if stuck := gone or _outside_collectives(awake, views) or unknown:
+    active = [each for each in awake if each.collective is None and each.phase != "between"]
+    # On a GPU, a rank that waits for its device is not inside a collective, which its device waits in.
+    if stuck := gone or [each for each in active if not _waits_for_another(each, views)] or unknown:
         return _verdict(stuck, views)
     cause, minority = compare_collectives(awake)
-    return _verdict([each for each in awake if each.rank in minority] or awake, views, cause)
+    odd = [each for each in awake if each.rank in minority]
+    return _verdict(odd or (awake if cause else active or awake), views, cause)
 
 
 def left(views: Sequence[View]) -> list[View]:
     """Return the ranks that ended while others still trained. One that has finished may end before the others."""
     behind = min((each.batch for each in views if each.exit_code is None), default=0)
     return [each for each in views if each.exit_code is not None and (each.phase in _UNFINISHED or each.batch < behind)]
-
-
-def _outside_collectives(awake: Sequence[View], views: Sequence[View]) -> list[View]:
-    """Return the ranks that do not wait for another one."""
-    active = [each for each in awake if each.collective is None and each.phase != "between"]
-    # On a GPU, a rank that waits for its device is not inside a collective, which its device waits in.
-    return [each for each in active if not _waits_for_another(each, views)] or active
 
 
 def compare_collectives(views: Sequence[View]) -> tuple[str, set[int]]:
@@ -160,12 +156,15 @@ def _compare_call(called: Mapping[int, dict[str, Any]], missing: Sequence[int]) 
 
 
 def _waits_for_another(each: View, views: Sequence[View]) -> bool:
-    """Return whether a rank has called a collective that is not done and that another rank has not called."""
-    return any(
-        not entry["is_done"] and any(max(other.calls.get(name) or {number: 0}) < number for other in views)
-        for name, numbers in each.calls.items()
-        for number, entry in numbers.items()
-    )
+    """Return whether a rank has called a collective that is not done, and another rank none or another one yet."""
+    for name, numbers in each.calls.items():
+        others = [other.calls[name] for other in views if other.calls.get(name)]
+        for number, entry in numbers.items():
+            if not entry["is_done"] and any(
+                max(other) < number or _signature(other.get(number, entry)) != _signature(entry) for other in others
+            ):
+                return True
+    return False
 
 
 def _signature(entry: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -344,7 +344,7 @@ class Watch:
         while time.monotonic() < deadline_s and nodes.refresh():
             if nodes.asked > self._answered:
                 self._tell_nodes(exits)  # another launcher asks at the same time
-            if all(node.is_silent or node.ranks[0] in nodes.answers for node in nodes.others()):
+            if all(node.is_silent or min(node.ranks) in nodes.answers for node in nodes.others()):
                 break
             time.sleep(_LOOK_S)
         return dict(nodes.answers)
