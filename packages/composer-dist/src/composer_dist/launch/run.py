@@ -232,8 +232,7 @@ class Launch:
                 workers.take_verdict(verdict)
                 return workers.failures()
             if failures[0].exit_code == -signal.SIGABRT:
-                errors = {ending.local_rank: ending.error for ending in failures}
-                said = self._watch.compare_with_aborted(failures[0].local_rank, exits, errors)
+                said = self._watch.compare_with_aborted(failures[0].local_rank, exits, workers.error_of)
                 if said is not None:
                     say(f"composer: error: {said}", "stderr")
         return failures

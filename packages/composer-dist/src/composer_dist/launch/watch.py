@@ -4,7 +4,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -171,7 +171,7 @@ class Watch:
         return self._judge(exits, failed, "error: a rank has failed because of another one.") if waited else None
 
     def compare_with_aborted(
-        self, aborted: int, exits: Mapping[int, int], errors: Mapping[int, Mapping[str, Any] | None]
+        self, aborted: int, exits: Mapping[int, int], error_of: Callable[[int], Mapping[str, Any] | None]
     ) -> str | None:
         """Return what the ranks called, if a rank was aborted inside a collective, or `None`.
 
@@ -180,14 +180,15 @@ class Watch:
         Args:
             aborted: The local rank.
             exits: The exit codes of the local ranks that have ended.
-            errors: The recorded exception of each local rank.
+            error_of: Returns the exception that a local rank has recorded by now.
         """
         stack = of_crash(Path(self._envs[aborted][STACK_FILE]))
         if self._board is None or stack.collective is None:
             return None
         running = {lr: Stack(None, (), "") for lr in self._envs if lr not in exits}
-        calls = {lr: list(error.get("collectives", ())) for lr, error in errors.items() if error}
-        calls |= {lr: list(found) for lr, found in self._ask(running).items() if not calls.get(lr)}
+        calls = {lr: list(found) for lr, found in self._ask(running).items()}
+        # Another rank may have lost its connection to this one meanwhile.
+        calls |= {lr: list(error.get("collectives", ())) for lr in self._envs if (error := error_of(lr))}
         said = [
             f"rank {self._envs[lr]['RANK']} called {describe_call(found[-1])} {describe_place(self._board.read(lr))}"
             for lr, found in sorted(calls.items())

@@ -146,7 +146,7 @@ class Workers:
         """The exit code of all ranks if a signal to one of them stopped them together, else 0."""
         codes = {code for code, _ in self._exits.values()}
         was_told = self.are_done and len(codes) == 1 and not self.has_verdict
-        was_told = was_told and not any(map(self._own_error, self._envs))
+        was_told = was_told and not any(map(self.error_of, self._envs))
         return codes.pop() if was_told and codes.issubset(_STOPPED) else 0
 
     def look(self, timeout_s: float) -> bool:
@@ -157,9 +157,7 @@ class Workers:
         self._wait(timeout_s)
         self._collect()
         states = self._stopped.look({lr: pid for lr, pid in self.pids.items() if lr not in self._exits})
-        has_raised = self._failed_since is None and any(
-            self._own_error(lr) for lr in self._envs if lr not in self._exits
-        )
+        has_raised = self._failed_since is None and any(self.error_of(lr) for lr in self._envs if lr not in self._exits)
         has_failed = any(code and code not in _STOPPED for code, _ in self._exits.values()) or states
         has_failed = has_failed or self._leaves_others_behind()
         if (has_raised or has_failed) and self._failed_since is None:
@@ -201,18 +199,19 @@ class Workers:
             self._exits.keys()
             | self._stopped.too_long.keys()
             | self._stuck.keys()
-            | {lr for lr in self._envs if self._own_error(lr)}
+            | {lr for lr in self._envs if self.error_of(lr)}
         )
-        endings = (self._ending(local_rank) for local_rank in failed)
+        endings = [ending for ending in map(self._ending, failed) if ending.by_itself]
+        are_lost = any(map(_has_lost_connection, endings))
 
         def began(ending: Ending) -> float:
             if ending.local_rank in self._stuck:  # the others waited for it
                 return 0.0
             # On a busy machine, the peers of a killed rank record their lost connection before its end is seen here.
-            was_killed = ending.exit_code == -signal.SIGKILL and ending.has_exited
-            return ending.time - _NEWS_S if was_killed else ending.time
+            killed = ending.exit_code == -signal.SIGKILL or (ending.exit_code == -signal.SIGABRT and are_lost)
+            return ending.time - _NEWS_S if killed and ending.has_exited else ending.time
 
-        return sorted((ending for ending in endings if ending.by_itself), key=began)
+        return sorted(endings, key=began)
 
     def close(self) -> None:
         """Release files and threads after all ranks have ended."""
@@ -243,7 +242,7 @@ class Workers:
             if code == 0:
                 _log.info("Rank %s finished successfully.", self._envs[local_rank]["RANK"])
 
-    def _own_error(self, local_rank: int) -> Mapping[str, Any] | None:
+    def error_of(self, local_rank: int) -> Mapping[str, Any] | None:
         """Return the exception recorded by the rank's own process, which has ended or is about to."""
         error = self._error(local_rank)
         return error if error is not None and error.get("pid") == self.pids[local_rank] else None
@@ -257,7 +256,7 @@ class Workers:
         return error if isinstance(error, dict) and "exception_type" in error else None
 
     def _ending(self, local_rank: int) -> Ending:
-        env, error = self._envs[local_rank], self._own_error(local_rank)
+        env, error = self._envs[local_rank], self.error_of(local_rank)
         stop_time = self._stop_time or time.time()
         code, failed = self._exits.get(local_rank, (None, time.time()))
         # A signal after the stop came from the launcher.
@@ -290,6 +289,11 @@ class Workers:
             stdout=self._context.stdouts[local_rank],
             stderr=self._context.stderrs[local_rank],
         )
+
+
+def _has_lost_connection(ending: Ending) -> bool:
+    message = str(ending.error.get("message", "")).lower() if ending.error else ""
+    return "reset by peer" in message or "closed by peer" in message
 
 
 def _blame(stuck: Mapping[int, str]) -> str:
