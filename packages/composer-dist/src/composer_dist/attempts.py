@@ -2,6 +2,13 @@
 
 A run that is started again, by its launcher or later on by a user, adds an attempt. The launcher writes the record if
 there is one, else rank 0. `composer report` computes the goodput of the run from it.
+
+Example:
+    >>> from tempfile import mkdtemp
+    >>> folder = mkdtemp()
+    >>> write_attempt_of_rank(folder, 1.8e9, (0, 50), {"train": 40.0, "data": 2.0}, "running")
+    >>> [(attempt["batch"], attempt["seconds"]["train"]) for attempt in read_attempts(folder)]
+    [(50, 40.0)]
 """
 
 import json
@@ -28,10 +35,16 @@ def read_attempts(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """
     try:
         found: Any = json.loads(Path(folder, FILE).read_text(encoding="utf-8"))["attempts"]
-        attempts = [cast("dict[str, Any]", each) for each in found if isinstance(each["seconds"], dict)]
-        return sorted(attempts, key=lambda each: float(each["started"]))
+        attempts = [cast("dict[str, Any]", each) for each in found if _is_whole(each)]
     except (OSError, ValueError, TypeError, KeyError, RecursionError):  # missing, or damaged by something else
         return []
+    return sorted(attempts, key=lambda each: each["started"])
+
+
+def _is_whole(attempt: Any) -> bool:
+    numbers = [attempt["started"], attempt["updated"], attempt["first_batch"], attempt["batch"]]
+    numbers += attempt["seconds"].values() if isinstance(attempt["seconds"], dict) else [None]
+    return "launch" in attempt and all(isinstance(number, int | float) for number in numbers)
 
 
 def write_attempt(folder: str | os.PathLike[str], attempt: Mapping[str, Any]) -> None:

@@ -34,7 +34,7 @@ evaluation or prediction; hooks that save or load; and between two calls of `fit
 
 PARTS: Final = (*PHASES, "backward", "collective")
 """The parts into which a rank's time is divided: the phases, where `'train'` ends with the loss; the backward pass, in
-which DDP and FSDP wait for other ranks; and waits for other ranks in the collectives of `composer_dist` elsewhere in the
+which DDP and FSDP wait for other ranks; and waits for other ranks in collectives of `composer_dist` elsewhere in the
 training of a batch."""
 
 _SLOT_BYTES: Final = 256

@@ -34,22 +34,21 @@ def goodput(attempts: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
 
     Returns:
         `None` without attempts; otherwise `share` (of training, 0 to 1), `total_s`, `seconds` of each kind,
-        `num_attempts`, `num_launches`, `between_launches_s`, `lost_batches`, and from the last attempt with some
-        `ranks`, the seconds per batch of its ranks, and of all attempts `stragglers`.
+        `num_attempts`, `num_launches`, `between_launches_s`, `lost_batches`, and `stragglers` of all attempts;
+        from the last attempt that has them `ranks`, the seconds per batch of its ranks, `num_compared` of
+        `world_size` ranks.
     """
     if not attempts:
         return None
+    lost = _lost(attempts)
     seconds = dict.fromkeys(KINDS, 0.0)
-    lost_batches = 0
-    for attempt, lost in zip(attempts, _lost(attempts), strict=True):
-        for part, spent in attempt["seconds"].items():
-            seconds[_KINDS.get(part, _OTHER)] += float(spent)
-        trained_s = sum(float(spent) for part, spent in attempt["seconds"].items() if _KINDS.get(part) == TRAINING)
-        num_batches = attempt["batch"] - attempt["first_batch"]
-        if lost:
-            seconds[TRAINING] -= trained_s * lost / num_batches
-            seconds[_REPEATED] += trained_s * lost / num_batches
-            lost_batches += lost
+    for attempt, num_lost in zip(attempts, lost, strict=True):
+        of_attempt = _by_kind(attempt)
+        if num_lost:
+            of_attempt[_REPEATED] = of_attempt[TRAINING] * num_lost / (attempt["batch"] - attempt["first_batch"])
+            of_attempt[TRAINING] -= of_attempt[_REPEATED]
+        for kind, spent in of_attempt.items():
+            seconds[kind] += spent
     between_launches_s = 0.0
     for before, after in pairwise(attempts):
         gap_s = max(0.0, float(after["started"]) - float(before["updated"]))
@@ -66,12 +65,17 @@ def goodput(attempts: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
         "num_attempts": len(attempts),
         "num_launches": len({attempt["launch"] for attempt in attempts}),
         "between_launches_s": between_launches_s,
-        "lost_batches": lost_batches,
-        "ranks": compared[-1]["ranks"] if compared else {},
-        "num_compared": compared[-1]["num_compared"] if compared else 0,
-        "world_size": compared[-1]["world_size"] if compared else 0,
+        "lost_batches": sum(lost),
+        **({name: compared[-1][name] for name in ("ranks", "num_compared", "world_size")} if compared else {}),
         "stragglers": [straggler for attempt in attempts for straggler in attempt.get("stragglers", ())],
     }
+
+
+def _by_kind(attempt: Mapping[str, Any]) -> dict[str, float]:
+    seconds = dict.fromkeys(KINDS, 0.0)
+    for part, spent in attempt["seconds"].items():
+        seconds[_KINDS.get(part, _OTHER)] += float(spent)
+    return seconds
 
 
 def summarize(found: Mapping[str, Any]) -> str:

@@ -128,9 +128,9 @@ function goodput() {
     if (!run.goodput) return [];
     const { share, total_s: total, num_attempts: attempts, num_launches: launches, between_launches_s: between, lost_batches: lost } = run.goodput;
     const more = [attempts > 1 ? `${attempts} attempts` : "", lost ? `${lost.toLocaleString("en")} batches trained again` : "",
-      launches > 1 ? `not running for ${clock(between)} between ${launches} launches, which does not count` : ""].filter(Boolean);
+      launches > 1 ? `not running for ${elapsed(between)} between ${launches} launches, which does not count` : ""].filter(Boolean);
     return [make("p", {}, data.runs.length > 1 ? dot(index) : null, data.runs.length > 1 ? `${short(run.name)}: ` : null,
-      make("b", {}, `${(100 * share).toFixed(1)} %`), ` of ${clock(total)} trained`, ...more.map((text) => `; ${text}`))];
+      make("b", {}, `${(100 * share).toFixed(1)} %`), ` of ${elapsed(total)} trained`, ...more.map((text) => `; ${text}`))];
   });
   const note = make("p", { class: "faint" }, "Measured by the host's clock of rank 0, from the start of the processes. "
     + "Training is forward, loss, backward and the optimizer's step, with the waits for other ranks in them.");
@@ -141,7 +141,7 @@ function ranksOfRuns() {
   const names = { train: "forward and loss", backward: "backward, with waits for other ranks", collective: "waits for other ranks elsewhere", checkpoint: "checkpoints" };
   const milliseconds = (seconds) => make("span", { class: "part" }, `${exact(1000 * seconds, 3)} ms`);
   return data.runs.flatMap((run, index) => {
-    const { ranks = {}, stragglers = [], num_compared: compared, world_size: size } = run.goodput ?? {};
+    const { ranks = {}, stragglers = [], num_compared: compared = 0, world_size: size = 0 } = run.goodput ?? {};
     if (compared < 2 || !Object.keys(ranks).length) return [];
     const rows = Object.entries(ranks).map(([part, { min, median, max, slowest_rank: slowest }]) =>
       make("tr", {}, ...cells(names[part] ?? part, milliseconds(min), milliseconds(median), milliseconds(max), String(slowest))));

@@ -66,10 +66,17 @@ class Account:
         if now - self._written_s >= _WRITE_S:
             self._write("running")
 
-    def end(self, ending: str) -> None:
-        """Write the account of the attempt, which ends now: `'finished'`, `'stopped'`, `'failed'` or `'hang'`."""
+    def end(self, *, has_failed: bool, is_hang: bool = False, is_stopped: bool = False) -> None:
+        """Write the account of the attempt, which ends now; does nothing if it had ended before.
+
+        Args:
+            has_failed: Whether a rank has failed.
+            is_hang: Whether the ranks made no progress.
+            is_stopped: Whether the launcher ends the ranks because of a signal.
+        """
         if self._board is None:
             return
+        ending = "stopped" if is_stopped else "hang" if is_hang else "failed" if has_failed else "finished"
         self._find_folder()
         if self._writer is not None:
             self._writer.join(_LAST_WRITE_S)
@@ -112,12 +119,13 @@ class Account:
         now = time.monotonic()
         seconds = dict(progress.seconds)
         last_s = max(0.0, now - progress.time_s)
-        # Rank 0 waited for a rank that was stuck or had failed, whatever it did before.
+        # Rank 0 waited for a rank that was stuck or had failed, in any part.
         seconds["hang"] = last_s if ending in ("failed", "hang") else 0.0
         if not seconds["hang"]:
             seconds[progress.part] += last_s
-        for part in PARTS if self._base is not None else ():
-            seconds[part] = max(0.0, seconds[part] - self._base.seconds[part])  # pyright: ignore[reportOptionalMemberAccess]
+        if self._base is not None:
+            for part in PARTS:
+                seconds[part] = max(0.0, seconds[part] - self._base.seconds[part])
         del seconds["start"]
         rest = max(0.0, now - self._started_s - sum(seconds.values()))  # before its own clock began, too
         return {

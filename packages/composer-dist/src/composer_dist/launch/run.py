@@ -200,8 +200,7 @@ class Launch:
             # First, since the copies of output end only when no process writes any more.
             self._leftovers += self._guardian.sweep(spare_detached=is_fine)
             self._logs.stop_copies()
-            ending = "hang" if workers.has_verdict else "failed" if failures else "finished"
-            self._account.end(ending if signum is None else "stopped")
+            self._account.end(has_failed=bool(failures), is_hang=workers.has_verdict, is_stopped=signum is not None)
         if self._options.is_elastic:
             self._signals.catch_up()
 
@@ -259,7 +258,7 @@ class Launch:
         self._leftovers += self._guardian.sweep(spare_detached=self.status == 0)
         self._guardian.close()
         self._closing.close()
-        self._account.end("finished" if self.status == 0 else "failed")
+        self._account.end(has_failed=self.status != 0)
         self._close_board()
         folder = self._logs.close(failed=self._has_failed_before or (self.status != 0 and workers is not None))
         if self._leftovers:

@@ -21,7 +21,7 @@ _NAMES = {
 }
 _FACTOR = 2.0  # of the median of the other ranks
 _SHARE = 0.2  # of the time of a batch, at least
-_LEAST_S = 0.001  # per batch; less is noise of the machine, and costs nobody much
+_LEAST_S = 0.001  # per batch; less is noise of the machine, and costs little
 _WINDOW_S = 2.0
 _WINDOW_BATCHES = 5
 _NUM_WINDOWS = 5  # in a row, so that neither one slow batch nor the first ones count
@@ -50,7 +50,7 @@ class Straggler:
 
     @property
     def factor(self) -> float:
-        """How many times as long it needs for that part."""
+        """The ratio of the two."""
         return self.seconds / max(self.others, 1e-6)
 
     def __str__(self) -> str:
@@ -130,7 +130,7 @@ class Stragglers:
 def find_slow(work: Work) -> dict[int, str]:
     """Return the slow ranks of a window, each with the part in which it is slower than the others.
 
-    Nobody waits for another rank while it reads data, so data counts by itself. A hook or a forward pass may wait in a
+    No rank waits for another one while it reads data, so data counts by itself. A hook or a forward pass may wait in a
     collective of its own; the rank that it waits for then works as long in another part, so only the sum shows who is
     slow.
     """
