@@ -718,6 +718,10 @@ def test_a_folder_without_a_run_is_named(tmp_path, capsys):
     assert f"{str(tmp_path)!r} holds no run" in capsys.readouterr().err
 
 
+def test_the_recorder_can_be_imported_before_the_trainer():
+    subprocess.run([sys.executable, "-c", "from composer.report import RunRecorder"], check=True)
+
+
 def test_a_flush_interval_of_nothing_is_refused():
     with pytest.raises(ValueError, match="flush_interval=0 must be 1 or more"):
         RunRecorder(flush_interval=0)

@@ -20,7 +20,6 @@ import torch
 from composer.loggers._service_queue import Snapshot, as_number
 from composer.loggers._text_output import to_plain
 from composer.loggers.file_logger import KeptFile
-from composer.trainer._rank_sync import TOTAL
 from composer_dist.attempts import write_attempt_of_rank
 from composer_dist.progress import VARIABLE, progress_recorder
 from composer_events.event import Event
@@ -227,6 +226,8 @@ class OwnAttempt:
 
 def _note_loss(line: Mapping[str, Any]) -> None:
     """Record the loss of a line for the launcher: here its value has arrived on the host."""
+    from composer.trainer._rank_sync import TOTAL  # not at the top: the Trainer imports this module
+
     loss, recorder = line["metrics"].get(TOTAL), progress_recorder()
     if recorder is not None and isinstance(loss, float):
         recorder.note_loss(loss, line["batch"])
