@@ -364,8 +364,8 @@ def test_goodput_is_shown_over_all_attempts_with_the_ranks(tmp_path, browser):
     # 40 s and 15 s of training, of which 8 s were lost with batches 40 to 50.
     assert "47.0 % of 00:01:40 trained" in text
     assert "10 batches trained again" in text
-    cells = "[...document.querySelectorAll('#goodput-shares tbody tr')].map(row => row.innerText.trim().split(/\\s*\\t\\s*/))"
-    assert browser.run(cells) == [
+    rows = "[...document.querySelectorAll('#goodput-shares tbody tr')]"
+    assert browser.run(f"{rows}.map(row => row.innerText.trim().split(/\\s*\\t\\s*/))") == [
         ["training", "47.0 % 47.00 s"],
         ["training that was lost", "8.0 % 8.00 s"],
         ["start", "20.0 % 20.00 s"],
