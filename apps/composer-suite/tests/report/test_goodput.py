@@ -20,14 +20,14 @@ def test_batches_that_several_attempts_trained_count_once():
         attempt(0, 100, 0, 100, train=100),
         attempt(100, 150, 80, 130, train=50),  # repeats 20 batches of the first
         attempt(150, 160, 0, 0, start=10),  # failed before it trained
-        attempt(160, 180, 90, 100, train=20),  # repeats 10 more of the first, and 40 of the second
+        attempt(160, 180, 70, 90, train=20),  # repeats 10 more of the first, and the whole second
     ]
     found = goodput(attempts)
-    assert found["lost_batches"] == 20 + 40
-    assert found["seconds"]["training that was lost"] == 20 + 40
-    assert found["seconds"]["training"] == 80 + 10 + 20
+    assert found["lost_batches"] == 30 + 50
+    assert found["seconds"]["training that was lost"] == 30 + 50
+    assert found["seconds"]["training"] == 70 + 20
     assert found["total_s"] == 180
-    assert found["share"] == pytest.approx(110 / 180)
+    assert found["share"] == pytest.approx(90 / 180)
 
 
 def test_the_time_between_two_launches_is_not_part_of_the_run():

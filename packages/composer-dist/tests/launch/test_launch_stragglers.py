@@ -113,8 +113,10 @@ def test_waits_for_other_ranks_are_no_work_of_the_part_in_which_they_are(board, 
     recorder.enter("before_dataloader")
     recorder.leave("before_dataloader")
     clock.now += 1.0
-    with waiting, waiting:
-        clock.now += 5.0
+    with waiting:
+        clock.now += 1.0
+        with waiting:
+            clock.now += 4.0
     clock.now += 2.0
     recorder.enter("after_dataloader")
     seconds = board.read(0).seconds
