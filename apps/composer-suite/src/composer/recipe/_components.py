@@ -4,6 +4,7 @@ import inspect
 import re
 import sys
 import typing
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -13,7 +14,7 @@ from typing import Any, cast
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
 from composer.recipe._read import Key, Recipe, RecipeError, nearest, spell
-from composer_time import Time
+from composer_time import StringEnum, Time
 
 _OWN_PARTS = (
     "algorithms",
@@ -238,8 +239,8 @@ class Components:
 
     def _fitting(self, value: Any, annotation: Any, key: Key) -> Any:
         try:
-            if isinstance(value, str) and _takes_time(annotation):
-                Time.from_timestring(value)
+            if isinstance(value, str):
+                _check_text(value, typing.get_args(annotation) or (annotation,))
             adapter = adapter_of(annotation)
             fitting = value if adapter is None else adapter.validate_python(value)
         except ValidationError as error:
@@ -363,9 +364,14 @@ def _plain(name: str) -> str:
     return "".join(words)
 
 
-def _takes_time(annotation: Any) -> bool:
-    options = typing.get_args(annotation) or (annotation,)
-    return any(option is Time or typing.get_origin(option) is Time for option in options)
+def _check_text(text: str, options: Sequence[Any]) -> None:
+    """Raise a `ValueError` if text is not a time or a member, where the types are `str` and one of these."""
+    for option in options:
+        if option is Time or typing.get_origin(option) is Time:
+            Time.from_timestring(text)
+        elif inspect.isclass(option) and issubclass(option, StringEnum):
+            with warnings.catch_warnings(action="ignore"):  # about older names, which the constructor repeats
+                option(text)
 
 
 def adapter_of(annotation: Any) -> "TypeAdapter[Any] | None":
@@ -380,7 +386,7 @@ def adapter_of(annotation: Any) -> "TypeAdapter[Any] | None":
 def _adapter(annotation: Any) -> "TypeAdapter[Any] | None":
     if annotation is Any:
         return None
-    for config in (ConfigDict(arbitrary_types_allowed=True), None):  # some classes have their own configuration
+    for config in (ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False), None):  # some classes have their own configuration
         try:
             return TypeAdapter(annotation, config=config)
         except PydanticUserError:
