@@ -32,7 +32,7 @@ def search(sweep: "Sweep", num_trials: int, direction: str, metric: str) -> int:
 
     Raises:
         MissingConditionalImportError: If Optuna is not installed; the extra `optuna` brings it.
-        ValueError: If there is nothing to choose, the runs do not have the metric, or another sweep continues the study.
+        ValueError: If there is nothing to choose, runs do not have the metric, or another sweep continues the study.
     """
     optuna, journal = require("optuna", extra="optuna"), require("optuna.storages.journal", extra="optuna")
     optuna.logging.set_verbosity(optuna.logging.WARNING)

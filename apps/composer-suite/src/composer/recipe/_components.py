@@ -139,7 +139,7 @@ class Components:
             raise self._recipe.error(key, f"{value!r} must be a name, or a mapping with a name and arguments.")
         arguments = cast("dict[str, Any]", value)
         for spelling in (TARGET, "name"):
-            if spelling in arguments and (spelling == TARGET or not section.is_named):
+            if spelling in arguments:
                 name = arguments[spelling]
                 others = {each: argument for each, argument in arguments.items() if each != spelling}
                 return self._component(name, others, key, section, given)
@@ -238,15 +238,21 @@ class Components:
         return value
 
     def _fitting(self, value: Any, annotation: Any, key: Key) -> Any:
+        options = typing.get_args(annotation) or (annotation,)
         try:
             if isinstance(value, str):
-                _check_text(value, typing.get_args(annotation) or (annotation,))
+                _check_text(value, options)
             adapter = adapter_of(annotation)
             fitting = value if adapter is None else adapter.validate_python(value)
         except ValidationError as error:
-            problems = dict.fromkeys(each["msg"] for each in error.errors(include_url=False, include_context=False))
-            raise self._recipe.error(key, f"{value!r} does not fit: {'; or '.join(list(problems)[:3])}.") from None
-        except ValueError as error:
+            told = error.errors(include_url=False, include_context=False)
+            # Objects of classes are built by `_target_`, which is not what was meant here.
+            told = [each for each in told if each["type"] != "is_instance_of"] or told
+            problems = list(dict.fromkeys(each["msg"] for each in told))[:3]
+            if any(map(_is_time, options)):
+                problems = ["it must be a time with a unit, such as '10ep' or '20ba'"]
+            raise self._recipe.error(key, f"{value!r} does not fit: {'; or '.join(problems)}.") from None
+        except (TypeError, ValueError) as error:
             raise self._recipe.error(key, str(error)) from None
         if (
             isinstance(value, bool | str)
@@ -364,10 +370,14 @@ def _plain(name: str) -> str:
     return "".join(words)
 
 
+def _is_time(option: Any) -> bool:
+    return option is Time or typing.get_origin(option) is Time
+
+
 def _check_text(text: str, options: Sequence[Any]) -> None:
     """Raise a `ValueError` if text is not a time or a member, where the types are `str` and one of these."""
     for option in options:
-        if option is Time or typing.get_origin(option) is Time:
+        if _is_time(option):
             Time.from_timestring(text)
         elif inspect.isclass(option) and issubclass(option, StringEnum):
             with warnings.catch_warnings(action="ignore"):  # about older names, which the constructor repeats
@@ -386,7 +396,8 @@ def adapter_of(annotation: Any) -> "TypeAdapter[Any] | None":
 def _adapter(annotation: Any) -> "TypeAdapter[Any] | None":
     if annotation is Any:
         return None
-    for config in (ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False), None):  # some classes have their own configuration
+    # Some classes have their own configuration.
+    for config in (ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False), None):
         try:
             return TypeAdapter(annotation, config=config)
         except PydanticUserError:
