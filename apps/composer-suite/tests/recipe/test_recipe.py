@@ -150,9 +150,7 @@ def test_text_and_variables_are_the_same_in_the_resolved_recipe(folder, name):
 
 
 def test_a_list_of_callbacks_may_give_their_names_as_other_sections_do(folder):
-    text = RECIPE.replace(
-        "  lr_monitor:", "  - name: lr_monitor\n  - {name: speed_monitor, window_size: 3}"
-    )
+    text = RECIPE.replace("  lr_monitor:", "  - name: lr_monitor\n  - {name: speed_monitor, window_size: 3}")
     with load(text=text).build() as trainer:
         assert {"LRMonitor", "SpeedMonitor"} <= {type(each).__name__ for each in trainer.state.callbacks}
 
@@ -226,6 +224,11 @@ INVALID = {
         "seed: 17",
         "tokenizer: {name: x, kwargs: {trust_remote_code: true}}",
         r":LINE: .*--trust-remote",
+    ),
+    "code in settings": (
+        "in_features: 4,",
+        "in_features: {trust_remote_code: true},",
+        r":LINE: .*trust_remote_code: runs code .*--trust-remote-code",
     ),
     "batch size": (
         "global_train_batch_size: 8",

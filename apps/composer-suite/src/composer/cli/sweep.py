@@ -49,6 +49,7 @@ _DONE = ("finished", "stopped early")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the sweep, and return the exit status."""
     parser = argparse.ArgumentParser(
+        prog="composer sweep",
         usage=_USAGE,
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -214,17 +215,12 @@ def named_runs(arguments: Sequence[str]) -> dict[str, list[str]]:
     """Return the arguments of each run by a name, which is the name of the run unless the arguments give one."""
     names: Counter[str] = Counter()
     runs: dict[str, list[str]] = {}
-    for changes in combinations(arguments):
+    for changes in dict.fromkeys(product(*map(_choices, arguments))):
         name = re.sub(r"[^\w.=-]+", "_", "-".join(each for each in changes if each not in arguments)) or "run"
         names[name] += 1
         name += f"-{names[name]}" if names[name] > 1 else ""
         runs[name] = [*changes, *([] if any(map(_NAMED.match, changes)) else [f"run_name={name}"])]
     return runs
-
-
-def combinations(arguments: Sequence[str]) -> list[list[str]]:
-    """Return the arguments of each run, each combination once."""
-    return [list(each) for each in dict.fromkeys(product(*map(_choices, arguments)))]
 
 
 def _choices(argument: str) -> list[str]:

@@ -217,21 +217,23 @@ class Components:
         parameter = parameters.get(name)
         if parameter is None and not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
             raise self._recipe.error(key, f"{name!r} is not an argument. {nearest(name, parameters)}")
-        if name in RUN_CODE and value and not self._trusts:
-            raise self._recipe.error(key, "runs code that comes with the recipe or a model. Pass --trust-remote-code.")
+        self._check_code(name, value, key)
         planned = self._nested(value, key)
         if parameter is not None and not has_component(planned):
             return self._fitting(planned, parameter.annotation, key)
         return planned
+
+    def _check_code(self, name: Any, value: Any, key: Key) -> None:
+        if name in RUN_CODE and value and not self._trusts:
+            raise self._recipe.error(key, "runs code that comes with the recipe or a model. Pass --trust-remote-code.")
 
     def _nested(self, value: Any, key: Key) -> Any:
         if isinstance(value, dict):
             members = cast("dict[Any, Any]", value)
             if TARGET in members:
                 return self.check(members, key, Section())
-            for name in members:
-                if name in RUN_CODE and members[name] and not self._trusts:
-                    self.argument({}, name, True, (*key, name))
+            for name, member in members.items():
+                self._check_code(name, member, (*key, name))
             return {name: self._nested(member, (*key, name)) for name, member in members.items()}
         if isinstance(value, list):
             return [self._nested(member, (*key, at)) for at, member in enumerate(cast("list[Any]", value))]
