@@ -158,7 +158,7 @@ class Sweep:
         return status
 
     def is_interruption(self, status: int) -> bool:
-        """Return whether a signal has ended a run, and not only one of its ranks."""
+        """Return whether an exit status is that of a signal which the launcher handles."""
         return status in self._interruptions
 
     def end(self, failed: Sequence[str], status: int = 0) -> int:
@@ -166,7 +166,7 @@ class Sweep:
         if shown := self._shown():
             sys.stdout.write(f"{write_page(shown, self.folder / 'report.html')}\n")
         if failed:
-            sys.stderr.write(f"composer sweep: failed: {', '.join(failed)}. The same command trains them again.\n")
+            sys.stderr.write(f"composer sweep: failed: {', '.join(failed)}. The same command trains what is missing.\n")
         return status or (1 if failed else 0)
 
     def _shown(self) -> list[Path]:
