@@ -266,9 +266,27 @@ TOGETHER = {
         "MultiTokenPrediction",
         "UntiedHead",
     ),
-    "conv": ("BlurPool", "ChannelsLast", "DiracInit", "SqueezeExcite", "WeightStandardization", "WhiteningInit"),
-    "images": ["AlternatingFlip", "AugMix", "ColOut", "CutOut", "MixUpOrCutMix", "MultiViewEval", "RandAugment"],
-    "dense": ("LabelSmoothing", "MixUp", "ZLoss"),
+    "gpt2": ("Alibi", "MuP", "SeqLengthWarmup"),
+    "gpt": ("AttentionWindowWarmup", "FusedCrossEntropy"),
+    "conv": (
+        "BlurPool",
+        "ChannelsLast",
+        "DiracInit",
+        "SqueezeExcite",
+        "WeightStandardization",
+        "WhiteningInit",
+    ),
+    "images": (
+        "AlternatingFlip",
+        "AugMix",
+        "ColOut",
+        "CutOut",
+        "MixUpOrCutMix",
+        "MultiViewEval",
+        "ProgressiveResizing",
+        "RandAugment",
+    ),
+    "dense": ("GradientClipping", "LabelSmoothing", "MixUp", "ZLoss"),
 }
 MERGED = {
     # Without microbatches these draw as the rows without the argument.

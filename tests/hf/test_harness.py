@@ -206,6 +206,7 @@ def test_two_ranks_with_fsdp_log_what_one_process_logs(kind, tmp_path):
 def test_results_are_those_of_the_class_of_lm_eval_for_transformers(adds_bos, tmp_path):
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
 
     from composer_hf import LMEvalHarness
 
@@ -217,9 +218,31 @@ def test_results_are_those_of_the_class_of_lm_eval_for_transformers(adds_bos, tm
     with Trainer(model=model, optimizers=optimizer, device="cpu", progress_bar=False) as trainer:
         found = harness.evaluate(trainer.state, trainer.logger)
     theirs = HFLM(pretrained=model.model.eval(), tokenizer=tokenizer, batch_size=1, device="cpu", max_length=12)
-    results = simple_evaluate(theirs, tasks=make_tasks(tmp_path, model), bootstrap_iters=0)["results"]
+    index = TaskManager(include_defaults=False)  # which reads no file
+    tasks = make_tasks(tmp_path, model)
+    results = simple_evaluate(theirs, tasks=tasks, task_manager=index, bootstrap_iters=0)["results"]
     for task, metric in (("choice", "acc"), ("words", "word_perplexity"), ("greedy", "exact_match")):
         assert found[f"metrics/lm_eval/{task}/{metric}"] == pytest.approx(results[task][f"{metric},none"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_groups_are_averaged_and_each_evaluation_is_the_first_again(tmp_path):
+    from composer_hf import LMEvalHarness
+
+    model = make_model("llama")
+    choice, _, greedy = make_tasks(tmp_path, model)
+    for task in (choice, {**choice, "task": "again"}):
+        (tmp_path / f"{task['task']}.yaml").write_text(json.dumps(task))
+    group = {"group": "both", "task": ["choice", "again"], "aggregate_metric_list": [{"metric": "acc"}]}
+    (tmp_path / "both.yaml").write_text(json.dumps(group))
+    harness = LMEvalHarness(["both", greedy], tokenizer=make_tokenizer(), include_path=str(tmp_path))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with Trainer(model=model, optimizers=optimizer, device="cpu", progress_bar=False) as trainer:
+        found, again = (harness.evaluate(trainer.state, trainer.logger) for _ in range(2))
+    assert found == again
+    accuracies = {found[f"metrics/lm_eval/{name}/acc"] for name in ("both", "choice", "again")}
+    assert len(accuracies) == 1
+    assert found["metrics/lm_eval/greedy/exact_match"] == 6 / 11
 
 
 def test_a_model_without_a_tokenizer_is_refused_before_training(tmp_path):

@@ -86,6 +86,7 @@ class LMEvalHarness(Callback):
             log_samples=False,
         )
         self._include_path = include_path
+        self._loaded: list[Any] | None = None  # tasks and groups of lm-eval
         found = to_interval("interval", interval)
         # On *_END events, which come before *_CHECKPOINT, so that checkpoints include the results.
         self._is_due = (
@@ -108,14 +109,26 @@ class LMEvalHarness(Callback):
         with model_eval_mode(language_model.model), seed_context(0), torch.no_grad(), precision:
             from lm_eval.tasks import TaskManager  # optional
 
-            manager = TaskManager(include_path=self._include_path)
-            found: Any = self._evaluate(language_model, tasks=self.tasks, task_manager=manager)
+            if self._loaded is None:
+                self._loaded = self._load()
+            index = TaskManager(include_defaults=False)  # empty: tasks are objects
+            found: Any = self._evaluate(language_model, tasks=self._loaded, task_manager=index)
         # lm-eval returns results where the local rank is 0.
         results = {} if found is None else _numbers(found["results"], self.label)
         shared = [results]
         dist.broadcast_object_list(shared, src=0)
         logger.log_metrics(shared[0])
         return shared[0]
+
+    def _load(self) -> list[Any]:
+        """Return the tasks and groups as objects, with their datasets."""
+        from lm_eval.tasks import TaskManager  # optional
+
+        # Looking tasks up by name reads thousands of files, which takes seconds.
+        has_names = any(map(_names_a_task, self.tasks))
+        found: Any = TaskManager(include_path=self._include_path, include_defaults=has_names).load(self.tasks)
+        nested = {name for names in found["group_map"].values() for name in names}
+        return [each for name, each in {**found["groups"], **found["tasks"]}.items() if name not in nested]
 
     def _language_model(self, state: State) -> Any:
         model: Any = unwrap_model(state.model)
@@ -138,6 +151,11 @@ class LMEvalHarness(Callback):
         return HarnessModel(
             model, tokenizer, state.device, max_length, self.batch_size, divides="tensor_parallel" not in axes
         )
+
+
+def _names_a_task(task: Any) -> bool:
+    """Return whether a task is a name, or a configuration that changes a task of that name."""
+    return isinstance(task, str) or (isinstance(task, Mapping) and "dataset_path" not in task)
 
 
 def _num_positions(model: Any) -> int | None:
