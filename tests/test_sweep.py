@@ -95,7 +95,7 @@ def test_runs_that_fail_are_named_and_repeated_and_a_signal_ends_the_sweep(folde
     status, begun, stderr = sweep(how)
     assert (status, begun) == (130, names[:4])
     assert f"failed: {names[1]}, {names[2]}." in stderr
-    ended = {name: ("failed", True) for name in names[1:4]} | {names[0]: ("finished", False)}
+    ended = dict.fromkeys(names[1:4], ("failed", True)) | {names[0]: ("finished", False)}
     assert statuses(folder / "runs/recipe-sweep") == ended
 
     (folder / "mended").touch()

@@ -4,21 +4,19 @@ import hashlib
 import math
 import sys
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from composer.cli.sweep import Range, split_values
+from composer.cli._runs import Sweep
+from composer.cli._values import Range, split_values
 from composer.loggers._service_queue import require
 from composer.recipe._read import nearest
 from composer.report.runs import read_run
 from composer_checkpoint.lock import FolderInUseError, FolderLock
 
-if TYPE_CHECKING:
-    from composer.cli.sweep import Sweep
-
 _FILE = "optuna.log"  # a journal in the folder of the sweep
 
 
-def search(sweep: "Sweep", num_trials: int, direction: str, metric: str) -> int:
+def search(sweep: Sweep, num_trials: int, direction: str, metric: str) -> int:
     """Train until a study has a number of trials with a value, and return the exit status.
 
     The same command and recipe continue their study. A trial that was interrupted is repeated, and continues from its
@@ -66,7 +64,7 @@ def search(sweep: "Sweep", num_trials: int, direction: str, metric: str) -> int:
 
 
 class _Search:
-    def __init__(self, sweep: "Sweep", optuna: Any, study: Any, metric: str) -> None:
+    def __init__(self, sweep: Sweep, optuna: Any, study: Any, metric: str) -> None:
         self._sweep, self._optuna, self._study, self._metric = sweep, optuna, study, metric
         self._states = optuna.trial.TrialState
 
