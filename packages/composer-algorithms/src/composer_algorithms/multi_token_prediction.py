@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from composer_algorithms._arguments import check_counts, check_interval
-from composer_algorithms._method import ModelSurgery, report
+from composer_algorithms._method import ModelSurgery, check_initialized, count_or_warn, report
 from composer_algorithms._optimizer_surgery import as_optimizers
 from composer_algorithms._tensors import add_term
 from composer_algorithms.metadata import METHODS
-from composer_algorithms.transformer_surgery import add_to_optimizers, count_or_warn, output_layers
+from composer_algorithms.transformer_surgery import add_to_optimizers, output_layers
 from composer_dist.wrapping import unwrap_model
 from composer_events import Event, Logger, State
+from composer_models.targets import IGNORED
 
 __all__ = ["METADATA", "MultiTokenHeads", "MultiTokenPrediction", "apply_multi_token_prediction", "multi_token_loss"]
 
@@ -26,7 +27,6 @@ METADATA = METHODS["multi_token_prediction"]
 
 _log = logging.getLogger("composer.algorithms.multi_token_prediction")
 
-_IGNORED = -100
 # Settings of transformers by which models change their logits after the output layer, other than
 # final_logit_softcapping, which the heads follow.
 _CHANGES = (
@@ -107,10 +107,7 @@ def apply_multi_token_prediction(
         return count_or_warn("MultiTokenPrediction", model, "output layer for the next token", 0)
     cap = _own_cap(layer, model)
     weight = layer.wte.weight if hasattr(layer, "wte") else layer.weight
-    if weight.is_meta:
-        raise ValueError(
-            "MultiTokenPrediction adds layers, and the weights of this model are on the meta device. Initialize them."
-        )
+    check_initialized("MultiTokenPrediction", weight)
     heads = MultiTokenHeads([_Head(weight) for _ in range(num_extra_tokens)])
     if hasattr(layer, "ln_f"):  # ComposerGPT, whose output layer is a function
         layer.ln_f.register_forward_hook(partial(_append_outputs, heads))
@@ -166,11 +163,11 @@ def multi_token_loss(logits: Tensor, labels: Tensor, position_ids: Tensor | None
     for ahead, own in enumerate(logits.split(labels.shape[0]), 2):
         targets = labels[:, ahead:]
         if position_ids is not None:
-            targets = targets.where(position_ids[:, ahead:] - position_ids[:, :-ahead] == ahead, _IGNORED)
-        targets = F.pad(targets, (0, min(ahead, labels.shape[1])), value=_IGNORED)
+            targets = targets.where(position_ids[:, ahead:] - position_ids[:, :-ahead] == ahead, IGNORED)
+        targets = F.pad(targets, (0, min(ahead, labels.shape[1])), value=IGNORED)
         own = own.to(torch.promote_types(own.dtype, torch.float32)).flatten(0, 1)
-        losses.append(F.cross_entropy(own, targets.flatten(), ignore_index=_IGNORED, reduction="sum"))
-    return torch.stack(losses).sum() / (labels[:, 1:] != _IGNORED).sum().clamp(min=1)
+        losses.append(F.cross_entropy(own, targets.flatten(), ignore_index=IGNORED, reduction="sum"))
+    return torch.stack(losses).sum() / (labels[:, 1:] != IGNORED).sum().clamp(min=1)
 
 
 @dataclass(repr=False, eq=False)

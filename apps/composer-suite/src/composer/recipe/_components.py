@@ -192,8 +192,9 @@ class Components:
         if not is_trusted and not path.startswith(_FUNCTIONS) and not _is_harmless(found):
             raise self._recipe.error(
                 key,
-                f"{path!r} must be a module, optimizer, dataloader, sampler, metric or configuration, or a dataset that is "
-                f"not one of transformers. Pass --allow {path.split('.')[0]} to name everything in that package.",
+                f"{path!r} must be a module, optimizer, dataloader, sampler, metric or configuration, or a dataset of "
+                f"another package than transformers. Pass --allow {path.split('.')[0]} to name everything in that "
+                f"package.",
             )
         return found
 
