@@ -590,7 +590,7 @@ def test_the_command_imports_what_lies_beside_a_recipe_and_in_the_working_direct
         [*command, "entries/small_1.py"], cwd=tmp_path, check=False, timeout=120, stderr=subprocess.PIPE, text=True
     )
     assert failed.returncode == 2
-    assert "composer race: error: there is no record in entries" in failed.stderr
+    assert "composer race: error: entries must have a record" in failed.stderr
 
 
 def test_a_recipe_without_a_learning_rate_is_refused(tmp_path):

@@ -58,7 +58,7 @@ class Arm:
     lr: float | None = None
 
     def describe(self) -> str:
-        """Say what makes a run of this arm different from those of others."""
+        """Describe the settings of this arm."""
         algorithms = ", ".join(map(repr, self.algorithms())) or "no algorithms"
         settings = "".join(f", {name}={value!r}" for name, value in sorted(self.settings.items()))
         if isinstance(optimizer := self.optimizer, partial):
@@ -80,7 +80,7 @@ class Arm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What all arms of a comparison are trained for, and recipes race for.
+    """A task: data, model and evaluation, and the quality to reach.
 
     Args:
         name: Of the task.
@@ -164,7 +164,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What a race has shown.
+    """The result of a race.
 
     Args:
         seconds: CPU-seconds of each training with the recipe.
@@ -186,7 +186,7 @@ class Result:
 
     @property
     def is_record(self) -> bool:
-        """Whether every seed reached the target, both bounds hold, and there are enough seeds."""
+        """Return whether every seed reached the target, both bounds hold, and there are enough seeds."""
         is_reached = self.num_reached == len(self.qualities) >= MIN_SEEDS
         return is_reached and self.p < 1 - CONFIDENCE and self.ratio_bound < 1
 
@@ -247,7 +247,7 @@ def evaluate(log: Mapping[str, Any]) -> Result:
     qualities, target = [quality for _, quality in ends["recipe"]], log["target"]
     ratios = [mine / theirs for mine, theirs in zip(seconds, reference_seconds, strict=True)]
     is_higher = log["is_better_higher"]
-    # With one seed there is no variance, and neither test says anything.
+    # One seed has no variance to test with.
     p, bound = 1.0, math.inf
     if len(ratios) > 1:
         test: Any = stats.ttest_1samp(qualities, target, alternative="greater" if is_higher else "less")
@@ -291,14 +291,13 @@ def newest_record(entry: Entry) -> Path:
     """Return the newest other recipe for a task in the folder of one: the file `TASK_NUMBER.py` of the largest number.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If the folder does not have one.
     """
     files = {int(path.stem.rpartition("_")[2]): path for path in entry.path.parent.glob(f"{entry.task.name}_[0-9]*.py")}
     others = [number for number, path in files.items() if path.resolve() != entry.path.resolve()]
     if not others:
         raise ValueError(
-            f"there is no record in {entry.path.parent}, a file such as {entry.task.name}_0.py. Give one with "
-            f"--against."
+            f"{entry.path.parent} must have a record, a file such as {entry.task.name}_0.py. Give one with --against."
         )
     return files[max(others)]
 
