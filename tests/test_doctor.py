@@ -52,22 +52,16 @@ def test_a_healthy_machine_has_no_failure(tmp_path):
     assert told["environment"]["cpu_count"] == os.cpu_count()
 
 
-def test_a_port_that_is_taken_is_found():
+@pytest.mark.skipif(not Path("/sys/kernel").is_dir(), reason="needs a folder to which root cannot write")
+def test_each_fault_of_a_machine_is_found():
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        assert list(find(diagnose("--port", port), "failure")) == [f"port {port}"]
-
-
-@pytest.mark.skipif(not Path("/sys/kernel").is_dir(), reason="needs a folder to which root cannot write")
-def test_a_folder_that_cannot_be_written_to_is_found():
-    failures = find(diagnose("--save-folder", "/sys/kernel/checkpoints"), "failure")
-    assert list(failures) == ["save folder"]
+        command = ["sh", "-c", 'ulimit -n 256; exec "$@"', "sh", *DOCTOR]
+        told = diagnose("--port", port, "--save-folder", "/sys/kernel/checkpoints", command=command)
+    failures = find(told, "failure")
+    assert list(failures) == [f"port {port}", "save folder"]
     assert failures["save folder"].startswith("/sys/kernel cannot be written to: ")
-
-
-def test_a_limit_of_open_files_is_found(tmp_path):
-    command = ["sh", "-c", 'ulimit -n 256; exec "$@"', "sh", *DOCTOR]
-    assert find(diagnose(command=command), "warning")["open files"] == "limit 256"
+    assert find(told, "warning")["open files"] == "limit 256"
 
 
 @pytest.fixture
@@ -86,15 +80,14 @@ def test_a_store_with_all_permissions_is_healthy_and_keeps_nothing(store, gatewa
     assert len(put) == 1
 
 
-@pytest.mark.parametrize(("method", "denied"), [("DELETE", ["delete"]), ("PUT", ["put"])])
-def test_a_permission_that_a_store_denies_is_found(store, gateway, method, denied):
-    gateway.fault = lambda asked, path: 403 if asked == method else None
-    assert list(find(diagnose("--save-folder", store), "failure")) == [f"store: {name}" for name in denied]
+def test_permissions_that_a_store_denies_are_found(store, gateway):
+    def denies(method, path):
+        return method == "DELETE" or (method == "GET" and ".composer" not in path)  # a list, not the probe itself
 
-
-def test_a_store_that_denies_lists_is_found(store, gateway):
-    gateway.fault = lambda method, path: 403 if method == "GET" and ".composer" not in path else None
-    assert list(find(diagnose("--save-folder", store), "failure")) == ["store: list"]
+    gateway.fault = lambda method, path: 403 if denies(method, path) else None
+    assert list(find(diagnose("--save-folder", store), "failure")) == ["store: list", "store: delete"]
+    gateway.fault = lambda method, path: 403 if method == "PUT" else None
+    assert list(find(diagnose("--save-folder", store), "failure")) == ["store: put"]
 
 
 def look_with(fault, folder):
