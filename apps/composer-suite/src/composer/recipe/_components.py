@@ -193,8 +193,9 @@ class Components:
         if not is_trusted and not path.startswith(_FUNCTIONS) and not _is_harmless(found):
             raise self._recipe.error(
                 key,
-                f"{path!r} must be a module, optimizer, dataset, dataloader, sampler, metric or configuration. Pass "
-                f"--allow {path.split('.')[0]} to name everything in that package.",
+                f"{path!r} must be a module, optimizer, dataloader, sampler, metric or configuration, or a dataset of "
+                f"another package than transformers. Pass --allow {path.split('.')[0]} to name everything in that "
+                f"package.",
             )
         return found
 
@@ -318,6 +319,8 @@ def _is_harmless(found: Any) -> bool:
         return False
     for path in _HARMLESS:
         module, _, name = path.partition(":")
+        if name == "Dataset" and found.__module__.startswith("transformers."):
+            continue  # TextDataset and others of transformers 4 unpickle files
         # If nothing has imported it, nothing derives from it.
         if module in sys.modules and issubclass(found, getattr(sys.modules[module], name)):
             return True
