@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+_NUM_COLLECTIVES = 10
 _VARIABLES = ("COMPOSER_ERROR_FILE", "TORCHELASTIC_ERROR_FILE")
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
@@ -33,7 +34,8 @@ def record_exception(error: BaseException) -> None:
     """Write an exception to the error file, for code that ends the process by itself.
 
     The file holds `message`, `exception_type`, `traceback`, `rank`, `local_rank`, `pid`, `timestamp` (seconds since
-    1970), `notes` (from `add_note`) and `event` (an attribute that some exceptions have). The launcher acts at once on
+    1970), `notes` (from `add_note`), `event` (an attribute that some exceptions have) and `collectives` (the last ones
+    of a rank that records its progress). The launcher acts at once on
     a file of the rank's own process, and on that of a child process only after the rank has failed. Without a launcher
     nothing is written.
 
@@ -90,9 +92,15 @@ def _describe(error: BaseException) -> dict[str, Any]:
         "timestamp": now,
         "notes": [str(note) for note in getattr(error, "__notes__", ())],
         "event": None if event is None else str(event),
+        "collectives": _last_collectives(),
         # The fields that torch.distributed.elastic reads.
         "extraInfo": {"py_callstack": text, "timestamp": str(int(now))},
     }
+
+
+def _last_collectives() -> list[dict[str, Any]]:
+    recorder = sys.modules.get("composer_dist.flight_recorder")  # not imported: it is there if progress is recorded
+    return [] if recorder is None else recorder.last_collectives(_NUM_COLLECTIVES)
 
 
 def _number(variable: str) -> int | None:

@@ -1,11 +1,18 @@
 """Which rank is blamed, and how long a rank may take, without processes."""
 
+import json
+import threading
+import time
+from dataclasses import asdict
+
 import pytest
+from torch.distributed import HashStore
 
 from composer_dist.launch.args import HangTimeouts
+from composer_dist.launch.nodes import Nodes
 from composer_dist.launch.stacks import Frame, Stack
 from composer_dist.launch.verdict import View, decide
-from composer_dist.launch.watch import Limits, Watch
+from composer_dist.launch.watch import Limits, Watch, report
 from composer_dist.progress import Board, Recorder
 
 
@@ -45,6 +52,18 @@ def test_the_rank_with_another_collective_is_named(other):
     )
 
 
+def test_ranks_that_wait_for_a_collective_outside_of_it_are_not_blamed_for_another_one():
+    begun = _call(5, "gloo:all_reduce")  # with async_op=True, and waited for by the script itself
+    views = [_view(rank, doing="is waiting in main", calls=begun) for rank in (1, 2)]
+    views.append(_view(0, collective="broadcast", calls=_call(5, "gloo:broadcast")))
+    assert list(decide(views).stuck) == [0]
+
+
+def test_a_rank_that_waits_for_the_averages_of_gradients_is_in_a_collective():
+    frames = [Frame("/x/composer_dist/ddp.py", 439, "finish"), Frame("/x/train.py", 1, "main")]
+    assert Stack("S", frames, "").collective == "the collectives of data parallelism"
+
+
 def test_a_rank_that_misses_a_collective_is_named():
     calls = _call(5)
     views = [_view(0, collective="a", calls=calls), _view(1, collective="a", calls=_call(4, is_done=True))]
@@ -52,25 +71,115 @@ def test_a_rank_that_misses_a_collective_is_named():
     assert list(decide(views).stuck) == [1]
 
 
-@pytest.mark.parametrize(("world_size", "is_told"), [("1", True), ("2", False)])
-def test_a_node_whose_ranks_all_wait_does_not_blame_them(tmp_path, monkeypatch, world_size, is_told):
-    now = 0.0
-    monkeypatch.setattr("composer_dist.launch.watch.time.monotonic", lambda: now)
-    frame = Frame("/x/torch/distributed/distributed_c10d.py", 1, "all_reduce")
-    monkeypatch.setattr("composer_dist.launch.watch.collect", lambda *_: {0: Stack("S", [frame], "")})
-    monkeypatch.setattr(Watch, "_ask", lambda *_: {})
-    board = Board(1)
-    recorder = Recorder(board.slot(0), rank=0)
-    recorder.enter("before_forward")
-    watch = Watch(HangTimeouts.parse("3"), tmp_path)
-    env = {"RANK": "0", "WORLD_SIZE": world_size, "COMPOSER_STACK_FILE": str(tmp_path / "stacks.txt")}
-    watch.begin(board, {0: env}, {0: recorder_pid()})
-    verdicts = []
-    for _ in range(10):
-        now += 1.0
-        verdicts.append(watch.look({}))
-    assert any(verdicts) == is_told
-    board.close()
+def test_ranks_of_which_nothing_is_known_are_named_if_all_others_wait():
+    unknown = _view(1, is_unknown=True, doing="is on a node that does not answer,")
+    assert decide([_view(0, collective="all_reduce"), unknown]).stuck == {1: "is on a node that does not answer,"}
+    assert list(decide([_view(0, doing="sleeps"), unknown]).stuck) == [0]
+
+
+def test_views_survive_the_way_to_another_node():
+    sent = _view(3, collective="all_reduce", idle_s=float("inf"), calls=_call(7))
+    assert View.from_json(json.loads(json.dumps(asdict(sent)))) == sent
+
+
+def test_a_report_names_ranks_that_do_the_same_together():
+    views = [_view(rank, collective="all_reduce", where="here") for rank in (0, 1, 2, 3, 5)]
+    views += [_view(4, doing="is running in f", where="there")]
+    assert report(decide(views), views)[1:] == [
+        "stuck: rank 4 is running in f there.",
+        "waiting for it: each of ranks 0-3, 5 waits in all_reduce here.",
+    ]
+
+
+class _Launcher:
+    """A launcher of one rank, with a clock that the test sets."""
+
+    def __init__(self, rank, store, folder, monkeypatch, function="all_reduce"):
+        self.board = Board(1)
+        self.recorder = Recorder(self.board.slot(0), rank=rank)
+        self.recorder.enter("before_forward")
+        self.watch = Watch(HangTimeouts.parse("3"), folder)
+        file = "/x/torch/distributed/distributed_c10d.py" if function == "all_reduce" else "/x/train.py"
+        stack = Stack("S", [Frame(file, 1, function)], f"{function} of rank {rank}")
+        monkeypatch.setattr(self.watch, "_collect", lambda _: {0: stack})
+        monkeypatch.setattr(self.watch, "_ask", lambda _: {})
+        self.nodes = Nodes(lambda: store, [rank], 2, "0")
+        env = {"RANK": str(rank), "WORLD_SIZE": "2", "COMPOSER_STACK_FILE": str(folder / "stacks.txt")}
+        self.watch.begin(self.board, {0: env}, {0: recorder_pid()}, self.nodes)
+
+    def close(self):
+        self.watch.close()
+        self.board.close()
+
+
+@pytest.fixture
+def launchers(tmp_path, monkeypatch):
+    """Return a function that makes the launchers of two nodes with a store of this process."""
+    store, made = HashStore(), []
+
+    def make(*functions):
+        for rank, function in enumerate(functions):
+            (tmp_path / str(rank)).mkdir()
+            made.append(_Launcher(rank, store, tmp_path / str(rank), monkeypatch, function))
+        return made
+
+    yield make
+    for launcher in made:
+        launcher.close()
+
+
+def look_until(launchers, is_enough, timeout_s=60.0):
+    """Let the launchers look by turns, each in a thread, as one waits for the other; return their verdicts."""
+    verdicts = {}
+
+    def look(number):
+        deadline_s = time.monotonic() + timeout_s
+        while not is_enough(verdicts) and time.monotonic() < deadline_s:
+            if number not in verdicts and (verdict := launchers[number].watch.look({})) is not None:
+                verdicts[number] = verdict
+            time.sleep(0.05)
+
+    threads = [threading.Thread(target=look, args=(number,)) for number in range(len(launchers))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return verdicts
+
+
+def test_the_launchers_of_two_nodes_agree_on_the_rank_that_is_stuck(launchers, tmp_path, capsys):
+    verdicts = look_until(launchers("all_reduce", "load"), lambda found: len(found) == 2)
+    assert [list(verdicts[number].stuck) for number in range(2)] == [[1], [1]]
+    assert capsys.readouterr().err.count("stuck: rank 1 is waiting in load (/x/train.py:1)") == 2
+    report = (tmp_path / "0" / "hang.txt").read_text()
+    assert "all_reduce of rank 0" in report
+    assert "load of rank 1" in report
+    assert not (tmp_path / "1" / "hang.txt").exists()
+
+
+def test_a_node_is_not_blamed_while_another_one_makes_progress(launchers):
+    first, second = made = launchers("all_reduce", "load")
+    began_s = time.monotonic()
+
+    def is_enough(verdicts):
+        first.recorder.enter("before_forward")
+        return verdicts or time.monotonic() - began_s > 7.0
+
+    assert look_until(made, is_enough) == {}
+    assert second.watch.is_stalled({})
+
+
+def test_a_node_without_the_store_decides_alone(launchers, monkeypatch):
+    first, second = launchers("all_reduce", "all_reduce")
+    first.watch.close()
+
+    def fail(*_):
+        raise ConnectionError
+
+    monkeypatch.setattr(second.nodes, "_exchange", fail)
+    verdicts = look_until([second], lambda found: found)
+    assert list(verdicts[0].stuck) == [0]
+    assert "does not answer" in verdicts[0].stuck[0] or "has never reported" in verdicts[0].stuck[0]
 
 
 @pytest.mark.parametrize("text", ["0", "x", "nan", "12,foo=3", "checkpoint=-1", ""])

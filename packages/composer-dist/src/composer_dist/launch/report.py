@@ -74,7 +74,10 @@ def crash_report(failures: Sequence["Ending"]) -> str:
 def root_cause(ending: "Ending", others: Sequence[int], folder: str | None) -> str:
     """Return a sentence about the first failure, hints, and last its traceback."""
     when = time.strftime("%H:%M:%S", time.localtime(ending.time))
-    lines = ["", f"composer: error: rank {ending.rank} (PID {ending.pid}) failed first: it {ending.what} at {when}."]
+    which = f"rank {ending.rank} (PID {ending.pid})"
+    lines = ["", f"composer: error: {which} failed first: it {ending.what} at {when}."]
+    if ending.has_waited:
+        lines = ["", f"composer: error: {which} was stopped at {when}: it {ending.what}."]
     lines += [f"composer: {hint}" for hint in _hints(ending, others)]
     if folder is not None:
         lines.append(f"composer: the logs are in {folder}")
@@ -97,9 +100,22 @@ def waited_for_another(ending: "Ending") -> bool:
     return is_of_ranks and ("timed out" in words or "timeout" in message.lower())
 
 
+def join_ranks(ranks: Sequence[int]) -> str:
+    """Return sorted ranks as `rank 3` or `ranks 0, 2-7`."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    listed = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed}"
+
+
 def brief(ending: "Ending", folder: str) -> str:
     """Return a one-line summary, to follow the rank's own output on the console."""
-    return f"Global rank {ending.rank} (PID {ending.pid}) {ending.what} (root cause). The logs are in {folder}"
+    mark = "" if ending.has_waited else " (root cause)"
+    return f"Global rank {ending.rank} (PID {ending.pid}) {ending.what}{mark}. The logs are in {folder}"
 
 
 def _last_words(ending: "Ending") -> str:
@@ -118,7 +134,7 @@ def _last_words(ending: "Ending") -> str:
 
 def _block(ending: "Ending", *, is_root: bool) -> str:
     """Return one rank's part. Local rank 0 has no log files, since it writes to the console."""
-    mark = " (root cause)" if is_root else ""
+    mark = " (root cause)" if is_root and not ending.has_waited else ""
     text = f"Global rank {ending.rank} (PID {ending.pid}) {ending.what}{mark}\n"
     if ending.error is not None:
         lines = [f"{ending.error.get('message')}{_during(ending)}", *ending.error.get("notes", ())]

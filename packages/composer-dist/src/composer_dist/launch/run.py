@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +24,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+from composer_dist.launch.account import Account
 from composer_dist.launch.args import (
     FAILURE_TIMEOUT_S,
     SIGNAL_TIMEOUT_S,
@@ -30,6 +33,7 @@ from composer_dist.launch.args import (
     Options,
 )
 from composer_dist.launch.guardian import LAUNCH_ID, Guardian, new_launch_id
+from composer_dist.launch.nodes import Nodes
 from composer_dist.launch.output import Logs
 from composer_dist.launch.report import brief, crash_report, is_on_console, root_cause, say, waited_for_another
 from composer_dist.launch.topology import (
@@ -54,15 +58,15 @@ if TYPE_CHECKING:
 
 def run(options: Options, topology: Topology) -> int:
     """Start the ranks of a node whose place is known, and return the exit status after all have ended."""
-    topology, store = _serve_store(topology)
+    topology, store = _serve_store(topology)  # kept until the end of this function, so that it outlives every rank
+    connect = partial(_join_store, topology, store)
     with Launch(options) as launch:
         try:
-            launch.start(child_environments(topology, options, os.environ))
+            launch.start(child_environments(topology, options, os.environ), connect)
             launch.wait()
             launch.end()
         except SignalException as received:
             launch.end(received.sigval)
-    del store  # kept until here, so that it outlives every rank
     return launch.status
 
 
@@ -90,6 +94,13 @@ def _serve_store(topology: Topology) -> tuple[Topology, "Store | None"]:
     return replace(topology, master_port=store.port), store
 
 
+def _join_store(topology: Topology, served: "Store | None") -> "Store":
+    """Return the store that the node of rank 0 serves."""
+    return served or tdist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]  # documented there
+        topology.master_addr, topology.master_port, is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT
+    )
+
+
 class Launch:
     """The ranks of this node, from their start to the cleanup.
 
@@ -112,6 +123,7 @@ class Launch:
         self._signals = Signals(options.signals_to_handle)
         self._guardian = Guardian(new_launch_id())
         self._watch = Watch(HangTimeouts.parse(options.hang_timeout), self._logs.folder)
+        self._account = Account(self._guardian.launch_id)
         self.board: Board | None = None
         """The progress of the ranks, once they are started; a new one for each attempt."""
 
@@ -140,8 +152,13 @@ class Launch:
         """Return whether all ranks have ended."""
         return self._workers is not None and self._workers.are_done
 
-    def start(self, envs: dict[int, dict[str, str]]) -> dict[int, int]:
-        """Start the ranks, and return their processes."""
+    def start(self, envs: dict[int, dict[str, str]], connect: "Callable[[], Store]") -> dict[int, int]:
+        """Start the ranks, and return their processes.
+
+        Args:
+            envs: The variables of each local rank.
+            connect: Returns the store that the launchers of all nodes share.
+        """
         commands = {lr: child_command(self._options, {**os.environ, **env}) for lr, env in envs.items()}
         self._close_board()
         self._num_starts += 1
@@ -158,8 +175,16 @@ class Launch:
             self._workers = Workers(commands, envs, self._options, self._logs, self._guardian)
         for local_rank, pid in self._workers.pids.items():
             _log.info("Rank %s is PID %s: %s", envs[local_rank]["RANK"], pid, " ".join(commands[local_rank]))
-        self._watch.begin(self.board, envs, self._workers.pids)
+        self._watch.begin(self.board, envs, self._workers.pids, self._meet_others(envs, connect))
+        self._account.begin(self.board, envs)
         return self._workers.pids
+
+    def _meet_others(self, envs: dict[int, dict[str, str]], connect: "Callable[[], Store]") -> Nodes | None:
+        first = next(iter(envs.values()))
+        ranks, world_size = [int(env["RANK"]) for env in envs.values()], int(first["WORLD_SIZE"])
+        if world_size == len(ranks) or self._options.hang_timeout == "off":
+            return None
+        return Nodes(connect, ranks, world_size, first.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
     def wait(self) -> None:
         """Wait until all ranks have ended or one has failed."""
@@ -173,6 +198,7 @@ class Launch:
         if not has_failed and not self.is_done and (verdict := self._watch.look(self._workers.exit_codes)) is not None:
             has_failed = True
             self._workers.take_verdict(verdict)
+        self._account.look()
         self._logs.flush()
         return has_failed
 
@@ -196,17 +222,24 @@ class Launch:
             # First, since the copies of output end only when no process writes any more.
             self._leftovers += self._guardian.sweep(spare_detached=is_fine)
             self._logs.stop_copies()
+            self._account.end(has_failed=bool(failures), is_hang=workers.has_verdict, is_stopped=signum is not None)
         if self._options.is_elastic:
             self._signals.catch_up()
 
     def _find_failures(self, workers: Workers) -> list[Ending]:
         """Return the ranks that failed; a rank for which the first of them waited comes first."""
         failures, exits = workers.failures(), workers.exit_codes
-        if failures and not workers.has_verdict and (waited_for_another(failures[0]) or 0 in exits.values()):
-            verdict = self._watch.examine(exits, [ending.local_rank for ending in failures])
+        if failures and not workers.has_verdict:
+            waited = waited_for_another(failures[0]) or 0 in exits.values()
+            failed = [ending.local_rank for ending in failures]
+            verdict = self._watch.examine(exits, failed, waited=waited)
             if verdict is not None:
                 workers.take_verdict(verdict)
                 return workers.failures()
+            if failures[0].exit_code == -signal.SIGABRT:
+                said = self._watch.compare_with_aborted(failures[0].local_rank, exits, workers.error_of)
+                if said is not None:
+                    say(f"composer: error: {said}", "stderr")
         return failures
 
     def tell_failure(self) -> None:
@@ -253,6 +286,8 @@ class Launch:
         self._leftovers += self._guardian.sweep(spare_detached=self.status == 0)
         self._guardian.close()
         self._closing.close()
+        self._watch.close(workers.exit_codes if workers else None)
+        self._account.end(has_failed=self.status != 0)
         self._close_board()
         folder = self._logs.close(failed=self._has_failed_before or (self.status != 0 and workers is not None))
         if self._leftovers:
@@ -309,6 +344,7 @@ _log = logging.getLogger("composer_dist.launch")
 # torch's variable for its flight recorder, and the earlier name; the size is torch's own for NCCL.
 _BUFFER_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 _BUFFER_SIZE = "2000"
+_STORE_TIMEOUT = timedelta(seconds=10)
 _AGENT_INTERVAL_S = 0.001  # the waiting is done in `Launch.has_failed`
 
 
@@ -390,11 +426,13 @@ class _Agent(SimpleElasticAgent):
             "TORCHELASTIC_RUN_ID": handler.get_run_id(),
             "TORCHELASTIC_USE_AGENT_STORE": str(handler.use_agent_store),
         }
+        store = worker_group.store
         return self._launch.start(
             {
                 worker.local_rank: common | {"RANK": str(worker.global_rank), "LOCAL_RANK": str(worker.local_rank)}
                 for worker in worker_group.workers
-            }
+            },
+            lambda: store,
         )
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:

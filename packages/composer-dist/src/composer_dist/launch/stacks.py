@@ -70,6 +70,8 @@ class Stack:
     def collective(self) -> str | None:
         """The collective operation in which the main thread waits, or `None`."""
         for frame in self.frames:
+            if frame.file.endswith("/composer_dist/ddp.py"):  # waits for collectives that it has begun before
+                return "the collectives of data parallelism"
             if any(part in frame.file for part in _COLLECTIVES) and "/checkpoint/" not in frame.file:
                 name = frame.function.rpartition(".")[2]
                 return name if name not in ("wrapper", "_wait", "wait") else self._outer_collective(frame)
@@ -129,6 +131,11 @@ def collect(pids: Mapping[int, int], files: Mapping[int, Path]) -> dict[int, Sta
                 os.kill(each, _SIGNAL)
                 _await_growth(files[key], states[key])
     return {key: _read(files[key], start, family, pids[key], states[key]) for key, (start, family) in asked.items()}
+
+
+def of_crash(file: Path) -> Stack:
+    """Return the stack of a process that crashed, as far as it wrote one."""
+    return _read(file, 0, [0], 0, None)
 
 
 def native(pid: int) -> str:

@@ -9,6 +9,7 @@ from composer_dist.launch.stacks import Stack
 from composer_dist.progress import RankProgress
 
 Calls: TypeAlias = dict[str, dict[int, dict[str, Any]]]
+NOT_BEGUN = "before its training"
 _UNFINISHED = ("start", "data", "train", "optimizer", "callbacks", "evaluation", "checkpoint")
 
 
@@ -26,6 +27,8 @@ class View:
         is_suspended: Whether it is suspended.
         collective: The operation in which it waits according to its stack, or `None`.
         doing: What it does otherwise, as a verb phrase.
+        is_compiling: Whether its stack is inside a compiler.
+        is_unknown: Whether its node's launcher has not sent its stack.
         calls: Its last collectives in each process group by number, from torch's flight recorder.
     """
 
@@ -38,7 +41,17 @@ class View:
     is_suspended: bool = False
     collective: str | None = None
     doing: str = ""
+    is_compiling: bool = False
+    is_unknown: bool = False
     calls: "Calls" = field(default_factory=dict[str, dict[int, dict[str, Any]]])
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "View":
+        """Return the view from its fields after a conversion to JSON, whose keys are texts."""
+        calls = {
+            name: {int(number): entry for number, entry in found.items()} for name, found in values["calls"].items()
+        }
+        return cls(**{**values, "calls": calls})
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +84,14 @@ def view(
     return View(
         rank=rank,
         idle_s=idle_s,
-        where=_where(progress),
+        where=describe_place(progress),
         phase=progress.phase if progress.pid else "start",
         batch=progress.batch,
         exit_code=exit_code,
         is_suspended=stack is not None and stack.is_suspended,
         collective=None if stack is None else stack.collective,
         doing="" if stack is None else _doing(stack, progress),
+        is_compiling=stack is not None and stack.is_compiling,
         calls=calls,
     )
 
@@ -86,25 +100,26 @@ def decide(views: Sequence[View]) -> Verdict:
     """Return which ranks are stuck.
 
     A rank is stuck if it has ended, is suspended, or runs code outside a collective while others wait in one. If all
-    wait in collectives, their last ones are compared: different operations, shapes, or numbers of them.
+    wait in collectives, those are stuck of which nothing is known. Otherwise the last collectives of the ranks are
+    compared: different operations, shapes, or numbers of them.
     """
     running = [each for each in views if each.exit_code is None]
-    behind = min((each.batch for each in running), default=0)
-    # A rank that has finished its training may end before the others.
-    left = [each for each in views if each.exit_code is not None and (each.phase in _UNFINISHED or each.batch < behind)]
-    awake = [each for each in running if not each.is_suspended]
-    gone = [*left, *(each for each in running if each.is_suspended)]
-    if stuck := gone or _outside_collectives(awake, views):
-        return _verdict(stuck, views)
-    cause, minority = compare_collectives(awake)
-    return _verdict([each for each in awake if each.rank in minority] or awake, views, cause)
-
-
-def _outside_collectives(awake: Sequence[View], views: Sequence[View]) -> list[View]:
-    """Return the ranks that do not wait for another one."""
+    unknown = [each for each in running if each.is_unknown]
+    awake = [each for each in running if not each.is_suspended and not each.is_unknown]
+    gone = [*left(views), *(each for each in running if each.is_suspended)]
     active = [each for each in awake if each.collective is None and each.phase != "between"]
     # On a GPU, a rank that waits for its device is not inside a collective, which its device waits in.
-    return [each for each in active if not _waits_for_another(each, views)] or active
+    if stuck := gone or [each for each in active if not _waits_for_another(each, views)] or unknown:
+        return _verdict(stuck, views)
+    cause, minority = compare_collectives(awake)
+    odd = [each for each in awake if each.rank in minority]
+    return _verdict(odd or (awake if cause else active or awake), views, cause)
+
+
+def left(views: Sequence[View]) -> list[View]:
+    """Return the ranks that ended while others still trained. One that has finished may end before the others."""
+    behind = min((each.batch for each in views if each.exit_code is None), default=0)
+    return [each for each in views if each.exit_code is not None and (each.phase in _UNFINISHED or each.batch < behind)]
 
 
 def compare_collectives(views: Sequence[View]) -> tuple[str, set[int]]:
@@ -129,24 +144,27 @@ def _compare_call(called: Mapping[int, dict[str, Any]], missing: Sequence[int]) 
     """Return the difference between the collectives of one number, by rank, or `None`."""
     kinds = Counter(map(_signature, called.values()))
     if len(kinds) > 1:
-        listed = "; ".join(f"rank {rank}: {_call(entry)}" for rank, entry in sorted(called.items()))
+        listed = "; ".join(f"rank {rank}: {describe_call(entry)}" for rank, entry in sorted(called.items()))
         (common, count), (_, second) = kinds.most_common(2)
         odd = {rank for rank, entry in called.items() if _signature(entry) != common}
         return f"the ranks called different collectives: {listed}", odd if count > second else set()
     if missing and not all(entry["is_done"] for entry in called.values()):
         ranks, others = (", ".join(map(str, each)) for each in (missing, sorted(called)))
-        call = _call(next(iter(called.values())))
+        call = describe_call(next(iter(called.values())))
         return f"not all ranks called {call}: ranks {others} did, ranks {ranks} did not", set(missing)
     return None
 
 
 def _waits_for_another(each: View, views: Sequence[View]) -> bool:
-    """Return whether a rank has called a collective that is not done and that another rank has not called."""
-    return any(
-        not entry["is_done"] and any(max(other.calls.get(name) or {number: 0}) < number for other in views)
-        for name, numbers in each.calls.items()
-        for number, entry in numbers.items()
-    )
+    """Return whether a rank has called a collective that is not done, and another rank none or another one yet."""
+    for name, numbers in each.calls.items():
+        others = [other.calls[name] for other in views if other.calls.get(name)]
+        for number, entry in numbers.items():
+            if not entry["is_done"] and any(
+                max(other) < number or _signature(other.get(number, entry)) != _signature(entry) for other in others
+            ):
+                return True
+    return False
 
 
 def _signature(entry: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -154,7 +172,8 @@ def _signature(entry: Mapping[str, Any]) -> tuple[Any, ...]:
     return (entry["name"],) if one_sided else (entry["name"], str(entry["shapes"]), str(entry["dtypes"]))
 
 
-def _call(entry: Mapping[str, Any]) -> str:
+def describe_call(entry: Mapping[str, Any]) -> str:
+    """Return a collective's name, number, dtypes and shapes."""
     name, state = str(entry["name"]).rpartition(":")[2], "done" if entry["is_done"] else "not done"
     what = ", ".join(f"{dtype} {shape}" for dtype, shape in zip(entry["dtypes"], entry["shapes"], strict=False))
     return f"{name} number {entry['sequence']} of {what} ({state})"
@@ -173,16 +192,19 @@ def _describe(each: View) -> str:
         return f"ended with exit code {each.exit_code} {each.where}, while other ranks still trained"
     if each.is_suspended:
         return f"is suspended (SIGSTOP) {each.where}"
+    if each.is_unknown:
+        return f"{each.doing} {each.where}".rstrip()
     if each.collective is not None:
         entries = [entry for numbers in each.calls.values() for entry in numbers.values() if not entry["is_done"]]
-        call = f": {_call(entries[-1])}" if entries else ""
+        call = f": {describe_call(entries[-1])}" if entries else ""
         return f"waits in {each.collective} {each.where}{call}"
     return f"{each.doing or 'made no progress'} {each.where}"
 
 
-def _where(progress: RankProgress) -> str:
+def describe_place(progress: RankProgress) -> str:
+    """Return the event and the batch of a rank."""
     if not progress.pid:
-        return "before its training"
+        return NOT_BEGUN
     if not progress.event:
         return "at the start"
     side = "on" if progress.is_inside_event else "after"

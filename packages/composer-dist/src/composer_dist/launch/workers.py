@@ -19,6 +19,7 @@ from torch.distributed.elastic.multiprocessing import SignalException, Subproces
 from composer_dist.launch.args import HANG_STATUS, SIGNAL_TIMEOUT_S, CannotStartError, Options
 from composer_dist.launch.guardian import Guardian, process_state
 from composer_dist.launch.output import Logs
+from composer_dist.launch.report import join_ranks
 from composer_dist.launch.verdict import Verdict
 
 _NEWS_S = 2.0  # delay after which the launcher may notice a kill that the rank's peers noticed at once
@@ -49,6 +50,8 @@ class Ending:
     error: Mapping[str, Any] | None
     stdout: str
     stderr: str
+    has_waited: bool = False
+    """Whether it was stopped because of a rank for which it waited."""
 
     @property
     def status(self) -> int:
@@ -75,6 +78,7 @@ class Workers:
         self._stopped = _Suspensions(options.stopped_timeout)
         self._verdict: Verdict | None = None
         self._stuck: dict[int, str] = {}
+        self._waited: dict[int, str] = {}
         settings: dict[str, Any] = {}
         if options.numa_binding is not None:
             from torch.numa.binding import AffinityMode, NumaOptions  # rarely needed
@@ -129,19 +133,20 @@ class Workers:
     def take_verdict(self, verdict: Verdict) -> None:
         """Count the stuck ranks as failed; those that wait for a rank that has ended, or is elsewhere, instead."""
         self._verdict = verdict
-        ranks = {int(env["RANK"]): local_rank for local_rank, env in self._envs.items()}
-        for found in (verdict.stuck, verdict.waiting):
-            self._stuck = {ranks[rank]: what for rank, what in found.items() if rank in ranks}
-            self._stuck = {lr: what for lr, what in self._stuck.items() if lr not in self._exits}
-            if self._stuck:
-                return
+        running = {int(env["RANK"]): local_rank for local_rank, env in self._envs.items()}
+        running = {rank: local_rank for rank, local_rank in running.items() if local_rank not in self._exits}
+        stuck = {
+            lr: f"made no progress: it {verdict.stuck[rank]}" for rank, lr in running.items() if rank in verdict.stuck
+        }
+        self._waited = {} if stuck else dict.fromkeys(running.values(), f"waited for {_blame(verdict.stuck)}")
+        self._stuck = stuck or self._waited
 
     @property
     def status_of_stop(self) -> int:
         """The exit code of all ranks if a signal to one of them stopped them together, else 0."""
         codes = {code for code, _ in self._exits.values()}
         was_told = self.are_done and len(codes) == 1 and not self.has_verdict
-        was_told = was_told and not any(map(self._own_error, self._envs))
+        was_told = was_told and not any(map(self.error_of, self._envs))
         return codes.pop() if was_told and codes.issubset(_STOPPED) else 0
 
     def look(self, timeout_s: float) -> bool:
@@ -152,9 +157,7 @@ class Workers:
         self._wait(timeout_s)
         self._collect()
         states = self._stopped.look({lr: pid for lr, pid in self.pids.items() if lr not in self._exits})
-        has_raised = self._failed_since is None and any(
-            self._own_error(lr) for lr in self._envs if lr not in self._exits
-        )
+        has_raised = self._failed_since is None and any(self.error_of(lr) for lr in self._envs if lr not in self._exits)
         has_failed = any(code and code not in _STOPPED for code, _ in self._exits.values()) or states
         has_failed = has_failed or self._leaves_others_behind()
         if (has_raised or has_failed) and self._failed_since is None:
@@ -196,18 +199,19 @@ class Workers:
             self._exits.keys()
             | self._stopped.too_long.keys()
             | self._stuck.keys()
-            | {lr for lr in self._envs if self._own_error(lr)}
+            | {lr for lr in self._envs if self.error_of(lr)}
         )
-        endings = (self._ending(local_rank) for local_rank in failed)
+        endings = [ending for ending in map(self._ending, failed) if ending.by_itself]
+        are_lost = any(map(_has_lost_connection, endings))
 
         def began(ending: Ending) -> float:
             if ending.local_rank in self._stuck:  # the others waited for it
                 return 0.0
             # On a busy machine, the peers of a killed rank record their lost connection before its end is seen here.
-            was_killed = ending.exit_code == -signal.SIGKILL and ending.has_exited
-            return ending.time - _NEWS_S if was_killed else ending.time
+            killed = ending.exit_code == -signal.SIGKILL or (ending.exit_code == -signal.SIGABRT and are_lost)
+            return ending.time - _NEWS_S if killed and ending.has_exited else ending.time
 
-        return sorted((ending for ending in endings if ending.by_itself), key=began)
+        return sorted(endings, key=began)
 
     def close(self) -> None:
         """Release files and threads after all ranks have ended."""
@@ -238,7 +242,7 @@ class Workers:
             if code == 0:
                 _log.info("Rank %s finished successfully.", self._envs[local_rank]["RANK"])
 
-    def _own_error(self, local_rank: int) -> Mapping[str, Any] | None:
+    def error_of(self, local_rank: int) -> Mapping[str, Any] | None:
         """Return the exception recorded by the rank's own process, which has ended or is about to."""
         error = self._error(local_rank)
         return error if error is not None and error.get("pid") == self.pids[local_rank] else None
@@ -252,7 +256,7 @@ class Workers:
         return error if isinstance(error, dict) and "exception_type" in error else None
 
     def _ending(self, local_rank: int) -> Ending:
-        env, error = self._envs[local_rank], self._own_error(local_rank)
+        env, error = self._envs[local_rank], self.error_of(local_rank)
         stop_time = self._stop_time or time.time()
         code, failed = self._exits.get(local_rank, (None, time.time()))
         # A signal after the stop came from the launcher.
@@ -261,7 +265,7 @@ class Workers:
         if suspended_s is not None:
             code, failed, what = -signal.SIGSTOP, stop_time, f"was suspended by SIGSTOP for {suspended_s:.0f} s"
         elif local_rank in self._stuck:
-            code, failed, what = HANG_STATUS, stop_time, f"made no progress: it {self._stuck[local_rank]}"
+            code, failed, what = HANG_STATUS, stop_time, self._stuck[local_rank]
         elif error is not None and was_stopped:
             code, what = 1, "raised an exception and was stopped"
         else:
@@ -280,10 +284,22 @@ class Workers:
             by_itself=code != 0 and failed <= stop_time,
             has_exited=not was_stopped,
             what=what,
+            has_waited=local_rank in self._waited,
             error=error,
             stdout=self._context.stdouts[local_rank],
             stderr=self._context.stderrs[local_rank],
         )
+
+
+def _has_lost_connection(ending: Ending) -> bool:
+    message = str(ending.error.get("message", "")).lower() if ending.error else ""
+    return "reset by peer" in message or "closed by peer" in message
+
+
+def _blame(stuck: Mapping[int, str]) -> str:
+    """Return the ranks for which the others waited, and what it does if it is one."""
+    what = "".join(f", which {each}" for each in stuck.values()) if len(stuck) == 1 else ""
+    return f"{join_ranks(sorted(stuck))}{what}"
 
 
 class _Suspensions:

@@ -47,13 +47,15 @@ def _record(error: BaseException) -> None:
 
 
 def _write_stacks_on_request(path: str) -> None:
-    """Register the signal at which the launcher gets the stacks of all threads, for ranks without progress."""
+    """Make the launcher get the stacks of all threads, at a signal or a crash, unless the user has those of a crash."""
     import faulthandler  # built into Python
     import signal
 
     with contextlib.suppress(OSError, AttributeError, RuntimeError):  # such as on systems without the signal
         file = open(path, "ab")  # noqa: SIM115  # open as long as the process
         faulthandler.register(signal.SIGRTMIN + 8, file=file, all_threads=True)  # that of `launch/stacks.py`
+        if not faulthandler.is_enabled():
+            faulthandler.enable(file=file)
 
 
 def _leave_the_path() -> None:
