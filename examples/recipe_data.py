@@ -1,4 +1,4 @@
-"""The data and the network that `digits.yaml` and `stdlib.yaml` name. Nothing is downloaded."""
+"""The data and the network that `digits.yaml`, `glyphs.yaml` and `stdlib.yaml` name. Nothing is downloaded."""
 
 import os
 from pathlib import Path
@@ -19,7 +19,15 @@ def digits(split: Literal["train", "held_out"], seed: int = 17) -> Subset[tuple[
     return Subset(TensorDataset(images, torch.as_tensor(labels)), order[:1297] if split == "train" else order[1297:])
 
 
-def small_network(channels: int = 32) -> nn.Sequential:
+def glyphs(split: Literal["train", "held_out"]) -> TensorDataset:
+    """Return 2,976 letters and digits of 16 fonts to train on, or 744 of 6 other fonts."""
+    from recipes.glyph_data import load_glyphs  # needs matplotlib
+
+    train, held_out = load_glyphs()
+    return train if split == "train" else held_out
+
+
+def small_network(channels: int = 32, num_classes: int = 10) -> nn.Sequential:
     """Return two convolutions and a linear layer."""
     return nn.Sequential(
         nn.Conv2d(1, channels, 3, padding=1),
@@ -28,7 +36,7 @@ def small_network(channels: int = 32) -> nn.Sequential:
         nn.ReLU(),
         nn.AdaptiveMaxPool2d(2),
         nn.Flatten(),
-        nn.Linear(8 * channels, 10),
+        nn.Linear(8 * channels, num_classes),
     )
 
 

@@ -119,6 +119,21 @@ def test_ranks_that_differ_are_found(tmp_path, fault):
     assert find(json.loads(printed), "failure") == expected[fault]
 
 
+def test_the_port_of_the_ranks_is_not_taken_by_another_process():
+    with socket.create_server(("", 0)) as taken:  # as the launcher of these ranks does
+        port = taken.getsockname()[1]
+        told = diagnose("--port", port, MASTER_PORT=str(port))
+    assert not find(told, "failure")
+    assert f"port {port}" in find(told, "ok")
+
+
+@pytest.mark.parametrize("option", ["--port=0", "--port=65536", "--timeout=0", "--timeout=nan"])
+def test_numbers_out_of_range_are_refused(option, capsys):
+    with pytest.raises(SystemExit):
+        main([option])
+    assert f"error: {option.split('=')[0]}=" in capsys.readouterr().err
+
+
 def test_a_meeting_point_without_an_answer_is_found():
     place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NODE_RANK": "1"}
     place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_tcp_port())}

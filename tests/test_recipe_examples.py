@@ -29,6 +29,7 @@ def composer(*arguments, cwd):
     ("name", "changes"),
     [
         ("digits.yaml", ["max_duration=2ep"]),
+        ("glyphs.yaml", ["max_duration=3ba"]),
         ("stdlib.yaml", ["max_duration=3ba", "eval_subset_num_batches=1"]),
     ],
 )

@@ -15,9 +15,10 @@ from statistics import mean, median, stdev
 
 from arms import Comparison
 from comparison import main
-from race import Entry
 from records import Records, Run
 from tables import NO_RESULT, final_runs, spread
+
+from composer.cli.race import Entry
 
 WHOLE = "the record"
 

@@ -7,6 +7,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,11 +23,13 @@ def main(comparison: Comparison, doc: str | None, render: Callable[[Comparison, 
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=5, help="how many runs each arm has, after its tuning")
     parser.add_argument("--arms", nargs="+", metavar="NAME", help="only these: " + _names(comparison))
+    parser.add_argument("--also-lr", nargs="+", type=float, default=(), help="tune with these learning rates as well")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start no run after this time")
     parser.add_argument("--records", type=Path, default=RESULTS / f"{comparison.name}.jsonl", help="where runs go")
     arguments = parser.parse_args()
     if unknown := set(arguments.arms or ()) - {arm.name for arm in comparison.arms}:
         parser.error(f"--arms has {sorted(unknown)}, which are none of {_names(comparison)}")
+    comparison = replace(comparison, learning_rates=(*arguments.also_lr, *comparison.learning_rates))
     # CPU-seconds of several threads would count how long they wait for each other.
     torch.set_num_threads(1)
     records = Records(arguments.records, comparison)

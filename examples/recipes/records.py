@@ -1,13 +1,13 @@
 """Runs that are done, one line of JSON each, so that a comparison can be made in several sittings."""
 
 import json
-import platform
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from arms import Arm, Comparison, Point
+
+from composer.cli.race import describe_machine
 
 # The learning rate is chosen with a seed that the comparison itself does not use.
 TUNING_SEED = 1000
@@ -117,27 +117,19 @@ class Records:
             )
 
     def best_lr(self, arm: Arm) -> float | None:
-        """Return the learning rate that an arm was best with when it was tuned; `None` until all have been tried."""
+        """Return the learning rate that an arm was best with when it was tuned; `None` until all have been tried.
+
+        Rates that were tried besides those of the comparison count as well.
+        """
         arm = arm if arm.like is None else self._comparison.arm(arm.like)
-        runs = [self.find(arm, lr, TUNING_SEED) for lr in self._comparison.learning_rates]
-        done = [run for run in runs if run is not None]
-        if len(done) < len(runs):
+        done = [run for run in self.runs if (run.arm, run.seed) == (arm.name, TUNING_SEED)]
+        if not {run.lr for run in done}.issuperset(self._comparison.learning_rates):
             return None
         choose = max if self._comparison.task.is_better_higher else min
         return choose(done, key=lambda run: run.quality).lr
 
     def _counts(self, run: Run) -> bool:
         return run.comparison == self._comparison.name and self._descriptions.get(run.arm) == run.description
-
-
-def describe_machine() -> str:
-    """Name the processor and the versions that decide how long a step takes."""
-    processor = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        processor = names[0] if names else processor
-    return f"{processor}, Python {platform.python_version()}, PyTorch {torch.__version__}, one thread"
 
 
 def _parse(line: str, place: str) -> Run:

@@ -14,8 +14,12 @@ from typing import Any
 from arms import Arm, Comparison, Task
 from records import TUNING_SEED, Records, Run
 
+from composer.cli.race import Entry, evaluate
+
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE, LEDGER = DOCS / "recipes.md", DOCS / "records.md"
+ENTRIES = Path(__file__).parent / "entries"
+LOGS = Path(__file__).parent / "results" / "race"
 
 NO_RESULT = "No result yet: not every arm of this comparison has been run."
 
@@ -114,7 +118,6 @@ def render_all() -> Iterator[tuple[Path, str, str]]:
     from ablations import ablation, render_ablation  # these import this module
     from comparison import RESULTS
     from glyphs import GLYPHS
-    from race import ENTRIES, LOGS, Entry
     from stdlib import STDLIB
 
     for comparison in (GLYPHS, STDLIB):
@@ -129,8 +132,6 @@ def render_all() -> Iterator[tuple[Path, str, str]]:
 
 def render_ledger(task: Task, logs: Sequence[Path]) -> str:
     """Return the table of the records of a task, the first of which is the reference of the first log."""
-    from race import evaluate  # imports this module's users
-
     lines = [
         f"| record | trained for | learning rate | CPU-s | {task.quality} | at the target | p | of the one before |",
         "|---|---|---|---|---|---|---|---|",

@@ -153,7 +153,7 @@ def test_flops_are_those_of_the_tied_model():
 
 
 def test_weights_on_the_meta_device_and_times_without_unit_are_refused():
-    with pytest.raises(ValueError, match="UntiedHead copies weights, and those of this model are on the meta device"):
+    with pytest.raises(ValueError, match="UntiedHead needs weights, and those of this model are on the meta device"):
         apply_untied_head(ComposerGPT({**SIZES, "device": "meta"}))
     with pytest.raises(TypeError, match="after=3 has no unit"):
         UntiedHead(3)

@@ -1,6 +1,7 @@
 """The health of a run of two ranks, as a probe and Prometheus see it."""
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from composer_dist import get_free_tcp_port
+from composer_dist.launch import health
 
 SCRIPT = Path(__file__).with_name("watched_script.py")
 TIMEOUT_S = 90
@@ -42,6 +44,18 @@ def wait_for(process, condition):
         assert process.poll() is None, process.communicate()
         time.sleep(0.1)
     return found
+
+
+def test_a_client_that_is_lost_prints_nothing(capfd, monkeypatch):
+    monkeypatch.setattr(health._Handler, "timeout", 0.1)
+    server = health.HealthServer("127.0.0.1", 0, lambda: health.Snapshot([], 0, None))
+    server.start()
+    try:
+        with socket.create_connection(("127.0.0.1", server.server_port), timeout=TIMEOUT_S) as client:
+            assert client.recv(1) == b""  # closed by the server
+    finally:
+        server.stop()
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.slow

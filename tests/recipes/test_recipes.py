@@ -3,6 +3,7 @@
 import importlib
 import json
 import math
+import subprocess
 import sys
 from dataclasses import replace
 from statistics import mean, stdev
@@ -16,6 +17,7 @@ from torchvision.datasets import VisionDataset
 from transformers import PreTrainedTokenizerFast
 
 from composer import Callback, Trainer
+from composer.cli.race import Entry, evaluate, main
 from composer.models import HuggingFaceModel
 
 MODULES = [
@@ -26,7 +28,6 @@ MODULES = [
     "glyph_data",
     "glyphs",
     "presets",
-    "race",
     "records",
     "stdlib",
     "stdlib_data",
@@ -469,13 +470,13 @@ def test_the_pages_show_the_runs_that_are_on_record(recipe):
 
 
 def test_logs_of_records_have_the_source_of_their_recipes_and_satisfy_the_rules(recipe):
-    race = recipe("race")
-    logs = {path.stem: json.loads(path.read_text()) for path in race.LOGS.glob("*.json")}
-    assert {path.stem for path in race.ENTRIES.glob("*.py")} - set(logs) == {"glyphs_0", "stdlib_0"}
+    tables = recipe("tables")
+    logs = {path.stem: json.loads(path.read_text()) for path in tables.LOGS.glob("*.json")}
+    assert {path.stem for path in tables.ENTRIES.glob("*.py")} - set(logs) == {"glyphs_0", "stdlib_0"}
     for name, log in logs.items():
-        assert log["recipe"]["source"] == (race.ENTRIES / f"{name}.py").read_text()
-        assert log["target"] == race.Entry.load(race.ENTRIES / f"{name}.py").task.target
-        assert race.evaluate(log).is_record
+        assert log["recipe"]["source"] == (tables.ENTRIES / f"{name}.py").read_text()
+        assert log["target"] == Entry.load(tables.ENTRIES / f"{name}.py").task.target
+        assert evaluate(log).is_record
 
 
 def test_the_command_names_an_arm_that_there_is_not(recipe, comparison, monkeypatch, capsys):
@@ -496,8 +497,20 @@ def test_the_command_runs_what_is_missing_and_prints_the_table(recipe, compariso
     assert "| quick | 2ep | 0.2 | 2 |" in capsys.readouterr().out
 
 
+def test_a_learning_rate_that_is_tried_later_is_chosen_if_it_is_better(recipe, comparison, monkeypatch, tmp_path):
+    path = tmp_path / "runs.jsonl"
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    narrow = replace(comparison, learning_rates=(0.1,))
+    for further in ([], ["--also-lr", "0.2"]):
+        monkeypatch.setattr(sys, "argv", ["small.py", "--seeds", "2", "--records", str(path), *further])
+        assert recipe("comparison").main(narrow, "Say something.") == 0
+    records = recipe("records").Records(path, narrow)
+    assert {records.best_lr(arm) for arm in narrow.arms} == {0.2}
+    assert all(len(records.of(arm, 0.2)) == 2 for arm in narrow.arms)
+
+
 ENTRY = """
-from arms import Arm, Task
+from composer.cli.race import Arm, Task
 
 
 def train(arm, lr, seed):
@@ -518,20 +531,16 @@ PARTS = {{
 
 
 @pytest.fixture
-def race(recipe, monkeypatch, capsys, tmp_path):
+def race(monkeypatch, capsys, tmp_path):
     """Race a recipe that takes 2 s and has some quality against one that takes 10 s and more, as the command does."""
 
     def run(quality="0.81 + seed / 100", num_seeds=5, seconds="2.0"):
         (tmp_path / "small_0.py").write_text(ENTRY.format(name="slow", seconds="10 + seed", quality="0.8"))
         (tmp_path / "small_1.py").write_text(ENTRY.format(name="quick", seconds=seconds, quality=quality))
-        module = recipe("race")
-        monkeypatch.setattr(module, "ENTRIES", tmp_path)
         monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+        monkeypatch.setattr(sys, "path", [*sys.path])
         log = tmp_path / "log.json"
-        monkeypatch.setattr(
-            sys, "argv", ["race.py", str(tmp_path / "small_1.py"), "--seeds", str(num_seeds), "--log", str(log)]
-        )
-        assert module.main() == 0
+        assert main([str(tmp_path / "small_1.py"), "--seeds", str(num_seeds), "--log", str(log)]) == 0
         return json.loads(log.read_text()), capsys.readouterr().out
 
     return run
@@ -539,7 +548,7 @@ def race(recipe, monkeypatch, capsys, tmp_path):
 
 def test_a_race_logs_both_recipes_and_bounds_the_ratio_of_their_times(race):
     log, printed = race()
-    assert log["recipe"]["source"].startswith("\nfrom arms import")
+    assert log["recipe"]["source"].startswith("\nfrom composer.cli.race import")
     assert log["recipe"]["curves"] == [[[0.1, 0.0], [2.0, pytest.approx(0.81 + seed / 100)]] for seed in range(5)]
     assert [curve[-1][0] for curve in log["reference"]["curves"]] == [10, 11, 12, 13, 14]
     assert log["versions"]["torch"]
@@ -563,11 +572,32 @@ def test_a_doubtful_result_is_no_record(race, changed):
     assert "confidence: not a record." in race(**changed)[1]
 
 
-def test_a_recipe_without_a_learning_rate_is_refused(recipe, tmp_path):
+def test_the_command_imports_what_lies_beside_a_recipe_and_in_the_working_directory(tmp_path):
+    (tmp_path / "entries").mkdir()
+    (tmp_path / "task_of_race.py").write_text(ENTRY.format(name="slow", seconds="10 + seed", quality="0.8"))
+    (tmp_path / "entries/arm_of_race.py").write_text("from task_of_race import RECIPE, TASK")
+    (tmp_path / "entries/small_0.py").write_text("from arm_of_race import RECIPE, TASK")
+    quick = ENTRY.format(name="quick", seconds="2.0", quality="0.81 + seed / 100")
+    (tmp_path / "entries/small_1.py").write_text(quick)
+    command = [sys.executable, "-m", "composer_dist.launch", "race"]
+    done = subprocess.run(
+        [*command, "entries/small_1.py"], cwd=tmp_path, check=True, timeout=120, stdout=subprocess.PIPE, text=True
+    )
+    assert "times small_0 (slow)" in done.stdout
+    assert json.loads((tmp_path / "runs/race/small_1.json").read_text())["recipe"]["source"] == quick
+    (tmp_path / "entries/small_0.py").unlink()
+    failed = subprocess.run(
+        [*command, "entries/small_1.py"], cwd=tmp_path, check=False, timeout=120, stderr=subprocess.PIPE, text=True
+    )
+    assert failed.returncode == 2
+    assert "composer race: error: entries must have a record" in failed.stderr
+
+
+def test_a_recipe_without_a_learning_rate_is_refused(tmp_path):
     path = tmp_path / "small.py"
     path.write_text(ENTRY.format(name="quick", seconds="2.0", quality="1.0").replace("lr=0.1, ", ""))
     with pytest.raises(ValueError, match="must define TASK"):
-        recipe("race").Entry.load(path)
+        Entry.load(path)
 
 
 def test_an_ablation_shows_what_each_part_brings_and_what_pairs_bring_beyond_their_sum(recipe, run_all, tmp_path):
@@ -577,7 +607,7 @@ def test_an_ablation_shows_what_each_part_brings_and_what_pairs_bring_beyond_the
         ENTRY.format(name="quick", seconds="2.0", quality=f"0.5 + 0.1 * {a} + 0.2 * {b} + 0.05 * {a} * {b}")
     )
     ablations = recipe("ablations")
-    comparison = ablations.ablation(recipe("race").Entry.load(path))
+    comparison = ablations.ablation(Entry.load(path))
     records = recipe("records").Records(tmp_path / "runs.jsonl", comparison)
     assert ablations.render_ablation(comparison, records).startswith("No result yet")
     run_all(comparison, records, num_seeds=2)

@@ -343,3 +343,37 @@ def test_settings_are_in_groups_and_what_says_nothing_is_only_found_by_a_search(
     assert browser.run(rows) == ["Other settings", "foreach"]
     browser.run(search.format("nobody"))
     assert browser.run("document.querySelector('.settings').textContent") == "No setting is like that."
+
+
+def write_attempts(folder, *attempts):
+    (folder / "attempts.json").write_text(json.dumps({"version": 1, "attempts": attempts}))
+
+
+def test_goodput_is_shown_over_all_attempts_with_the_ranks(tmp_path, browser):
+    rank = {"rank": 1, "cause": "data", "seconds": 0.05, "others": 0.001, "factor": 50.0, "batch": 90, "host": "node-7"}
+    first = {"launch": "a", "number": 0, "started": 0.0, "updated": 60.0, "ending": "failed", "first_batch": 0}
+    first |= {"batch": 50, "seconds": {"start": 10.0, "train": 20.0, "backward": 20.0, "hang": 10.0}}
+    second = {"launch": "a", "number": 1, "started": 70.0, "updated": 100.0, "ending": "finished", "first_batch": 40}
+    second |= {"batch": 100, "seconds": {"start": 10.0, "train": 15.0, "data": 5.0}, "num_compared": 2}
+    ranks = {"data": {"min": 0.001, "median": 0.0255, "max": 0.05, "slowest_rank": 1}}
+    second |= {"world_size": 4, "ranks": ranks, "stragglers": [rank]}
+    folder = write_run(tmp_path / "run")
+    write_attempts(folder, first, second)
+    browser.open(write_page([folder], tmp_path / "page.html"))
+    text = browser.run("document.getElementById('goodput').innerText")
+    # 40 s and 15 s of training, of which 8 s were lost with batches 40 to 50.
+    assert "47.0 % of 00:01:40 trained" in text
+    assert "10 batches trained again" in text
+    rows = "[...document.querySelectorAll('#goodput-shares tbody tr')]"
+    assert browser.run(f"{rows}.map(row => row.innerText.trim().split(/\\s*\\t\\s*/))") == [
+        ["training", "47.0 % 47.00 s"],
+        ["training that was lost", "8.0 % 8.00 s"],
+        ["start", "20.0 % 20.00 s"],
+        ["restarts", "10.0 % 10.00 s"],
+        ["waiting for data", "5.0 % 5.00 s"],
+        ["no progress", "10.0 % 10.00 s"],
+    ]
+    assert "Time per batch of 2 of 4 ranks, those of rank 0's node" in text
+    assert "Rank 1 (node-7) was slow at batch 90: data took 50 ms of each of its batches, 1 ms on the other" in text
+    widths = browser.run("[...document.querySelectorAll('#goodput-shares .bar div')].map(part => part.style.width)")
+    assert widths == ["47%", "8%", "20%", "10%", "5%", "10%"]

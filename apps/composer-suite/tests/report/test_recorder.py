@@ -524,6 +524,30 @@ def test_what_a_killed_run_did_after_its_checkpoint_is_there_once_when_it_goes_o
     assert (run.num_bad_lines, run.status["status"], run.status["started"]) == (0, "finished", started)
 
 
+def test_without_a_launcher_rank_0_accounts_for_the_time_of_each_attempt(tmp_path):
+    saves = {"save_folder": str(tmp_path / "saved"), "save_interval": "1ep", "autoresume": True}
+    with pytest.raises(ArithmeticError):
+        train(tmp_path, callbacks=StopsAt(6, ArithmeticError("out of numbers")), **saves)
+    train(tmp_path, **saves)
+    first, second = read_run(tmp_path / "run").attempts
+    assert [(each["first_batch"], each["batch"], each["ending"]) for each in (first, second)] == [
+        (0, 6, "failed"),
+        (4, 8, "finished"),
+    ]
+    for each in (first, second):
+        assert sum(each["seconds"].values()) == pytest.approx(each["updated"] - each["started"])
+        assert min(each["seconds"][part] for part in ("start", "data", "train", "backward", "checkpoint")) > 0
+    (found,) = [run["goodput"] for run in describe_runs([tmp_path / "run"])["runs"]]
+    assert (found["lost_batches"], found["num_launches"]) == (2, 2)
+    assert found["total_s"] + found["between_launches_s"] == pytest.approx(second["updated"] - first["started"])
+
+
+def test_a_new_run_in_the_folder_of_an_earlier_one_has_no_attempts_of_it(tmp_path):
+    train(tmp_path)
+    train(tmp_path, loggers=RunRecorder(str(tmp_path / "run"), overwrite=True, page=False))
+    assert len(read_run(tmp_path / "run").attempts) == 1
+
+
 def test_a_second_run_of_the_name_takes_nothing_from_the_one_that_goes_on(tmp_path):
     saving = {"save_folder": str(tmp_path / "checkpoints"), "autoresume": True}
     train(tmp_path, **saving, callbacks=Logs(torch.ones(8)))
@@ -692,6 +716,10 @@ def test_the_command_prints_the_data_of_all_runs_of_a_folder(tmp_path, capsys):
 def test_a_folder_without_a_run_is_named(tmp_path, capsys):
     assert main([str(tmp_path)]) == 2
     assert f"{str(tmp_path)!r} holds no run" in capsys.readouterr().err
+
+
+def test_the_recorder_can_be_imported_before_the_trainer():
+    subprocess.run([sys.executable, "-c", "from composer.report import RunRecorder"], check=True)
 
 
 def test_a_flush_interval_of_nothing_is_refused():

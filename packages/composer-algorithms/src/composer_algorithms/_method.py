@@ -2,10 +2,14 @@
 
 import inspect
 import logging
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar
 
-from composer_events import Algorithm, Event, Logger, State
+from torch import Tensor, nn
+
+from composer_dist.wrapping import unwrap_model
+from composer_events import Algorithm, Event, Logger, NoEffectWarning, State
 from composer_time import Time, TimeUnit
 
 
@@ -80,6 +84,34 @@ class AppliedFunction(Method):
 def log_no_effect(log: logging.Logger, method: str, model: object, why: str) -> None:
     """Log that a method has not found anything to change in a model."""
     log.warning("%s has no effect on this %s: %s.", method, type(model).__qualname__, why)
+
+
+def count_or_warn(
+    method: str,
+    model: nn.Module,
+    missing: str,
+    count: int,
+    advice: str = "Use ComposerGPT or a model of transformers such as GPT-2, BERT or Llama",
+) -> int:
+    """Return how many changes a method has made to a model, and warn if there are none, because of what is missing."""
+    if not count:
+        warnings.warn(
+            f"{method} has no effect on this {type(unwrap_model(model)).__qualname__}: it has no {missing}. {advice}, "
+            f"or leave {method} out.",
+            NoEffectWarning,
+            stacklevel=3,
+        )
+    return count
+
+
+def check_initialized(method: str, *weights: Tensor) -> None:
+    """Check that weights which a method reads or sets have values.
+
+    Raises:
+        ValueError: If one is on the meta device.
+    """
+    if any(weight.is_meta for weight in weights):
+        raise ValueError(f"{method} needs weights, and those of this model are on the meta device. Initialize them.")
 
 
 def report(log: logging.Logger, logger: Logger | None, counts: Mapping[str, int]) -> None:

@@ -12,9 +12,8 @@ from composer_algorithms._method import Method
 from composer_algorithms._tensors import batch_tensor, require_tensor
 from composer_events import Event, Logger, State
 from composer_models.losses import soft_cross_entropy
-from composer_models.targets import can_read_values, check_for_index_targets, ensure_targets_one_hot
+from composer_models.targets import IGNORED, can_read_values, check_for_index_targets, ensure_targets_one_hot
 
-_IGNORED = -100  # default of cross entropy, to which all negative labels are mapped
 # Queries that need no values: the expanded scalar has the shape, the dtype and the device of the real targets.
 _ABOUT_THE_FORM = frozenset(
     [
@@ -119,7 +118,7 @@ def _from_indices_as_torch(
     target: Any,
     weight: Tensor | None = None,
     size_average: bool | None = None,
-    ignore_index: int = _IGNORED,
+    ignore_index: int = IGNORED,
     reduce: bool | None = None,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
@@ -135,12 +134,12 @@ def _from_indices(
     input: Tensor,
     target: SmoothedTargets,
     weight: Tensor | None = None,
-    ignore_index: int = _IGNORED,
+    ignore_index: int = IGNORED,
     reduction: str = "mean",
     is_wide: bool = True,
 ) -> Tensor:
     given = [each.long() for each in target.labels]
-    labels = [each.where((each >= 0) & (each != ignore_index), _IGNORED) for each in given]
+    labels = [each.where((each >= 0) & (each != ignore_index), IGNORED) for each in given]
     for each in labels:
         if can_read_values(each) and each.numel() and int(each.max()) >= input.shape[1]:
             ensure_targets_one_hot(input, each)  # raises an error that names the number of classes

@@ -1,6 +1,5 @@
 """Attention window warm-up: let tokens attend to near tokens only at the start of training."""
 
-import warnings
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -9,10 +8,10 @@ from typing import Any
 from torch import nn
 
 from composer_algorithms._arguments import check_counts
-from composer_algorithms._method import NO_LENGTH, Method, parse_time
+from composer_algorithms._method import NO_LENGTH, Method, count_or_warn, parse_time
 from composer_algorithms.metadata import METHODS
 from composer_dist.wrapping import unwrap_model
-from composer_events import Event, Logger, NoEffectWarning, State
+from composer_events import Event, Logger, State
 from composer_time import Time, TimeUnit
 
 __all__ = ["METADATA", "AttentionWindowWarmup", "attention_window"]
@@ -118,14 +117,9 @@ class AttentionWindowWarmup(Method):
     def apply(self, event: Event, state: State, logger: Logger | None) -> None:
         """Validate the model on INIT, limit attention on BATCH_START, and restore it on BATCH_END."""
         if event == Event.INIT:
-            if not list(_holders(state.model)):
-                warnings.warn(
-                    f"AttentionWindowWarmup has no effect on this {type(unwrap_model(state.model)).__qualname__}: its "
-                    f"attention has no window. Use ComposerGPT or a model of transformers with sliding windows, such "
-                    f"as Mistral, or leave AttentionWindowWarmup out.",
-                    NoEffectWarning,
-                    stacklevel=2,
-                )
+            advice = "Use ComposerGPT or a model of transformers with sliding windows, such as Mistral"
+            count = len(list(_holders(state.model)))
+            count_or_warn("AttentionWindowWarmup", state.model, "attention with a window", count, advice)
             return
         self._windows.close()  # also of a batch that has failed
         if event == Event.BATCH_END:

@@ -1,14 +1,12 @@
 """Dirac initialization: convolutions that pass their inputs on at the start of training."""
 
-import warnings
 from dataclasses import dataclass
 
 from torch import nn
 from torch.nn.utils import parametrize
 
-from composer_algorithms._method import AppliedFunction
+from composer_algorithms._method import AppliedFunction, check_initialized, count_or_warn
 from composer_algorithms.metadata import METHODS
-from composer_events import NoEffectWarning
 
 __all__ = ["METADATA", "DiracInit", "apply_dirac_init"]
 
@@ -56,17 +54,10 @@ def apply_dirac_init(model: nn.Module) -> int:
         and not parametrize.is_parametrized(conv, "weight")
     ]
     for conv in chosen:
-        if conv.weight.is_meta:
-            raise ValueError("DiracInit sets weights, and those of this model are on the meta device. Initialize them.")
+        check_initialized("DiracInit", conv.weight)
         nn.init.dirac_(conv.weight.data[: conv.in_channels])
-    if not chosen:
-        warnings.warn(
-            f"DiracInit has no effect on this {type(model).__qualname__}: after its first convolution it has none with "
-            f"kernels larger than 1 and at least as many output channels as input channels. Leave DiracInit out.",
-            NoEffectWarning,
-            stacklevel=2,
-        )
-    return len(chosen)
+    missing = "convolution after its first one with kernels larger than 1 and no more input than output channels"
+    return count_or_warn("DiracInit", model, missing, len(chosen), "Use a network that has one")
 
 
 @dataclass(repr=False, eq=False)

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,11 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composer_algorithms._arguments import check_interval
-from composer_algorithms._method import Method, report
+from composer_algorithms._method import Method, count_or_warn, report
 from composer_algorithms.metadata import METHODS
-from composer_algorithms.transformer_surgery import count_or_warn
 from composer_dist.wrapping import unwrap_model
 from composer_events import Event, Logger, NoEffectWarning, State
+from composer_models.targets import IGNORED
 
 __all__ = ["METADATA", "FusedCrossEntropy", "apply_fused_cross_entropy"]
 
@@ -26,11 +27,7 @@ METADATA = METHODS["fused_cross_entropy"]
 
 _log = logging.getLogger("composer.algorithms.fused_cross_entropy")
 
-_ADVICE = {  # by the names of algorithms that need logits
-    "LabelSmoothing": "Use FusedCrossEntropy(label_smoothing=...) in its place.",
-    "MultiTokenPrediction": "Leave one of them out.",
-}
-_IGNORED = -100  # label that the losses of transformers ignore
+_NO_LOGITS = "It needs logits, which FusedCrossEntropy does not compute in training."
 
 
 def apply_fused_cross_entropy(model: nn.Module, label_smoothing: float = 0.0) -> int:
@@ -99,8 +96,8 @@ class FusedCrossEntropy(Method):
         label_smoothing: As in `torch.nn.functional.cross_entropy`, in [0, 1]. `LabelSmoothing` needs logits.
 
     Raises:
-        ValueError: If `label_smoothing` is out of range; on INIT, see `apply_fused_cross_entropy`; on FIT_START, if a
-            metric of training needs logits.
+        ValueError: If `label_smoothing` is out of range; on INIT, if `LabelSmoothing` or `MultiTokenPrediction` is
+            there too, and see `apply_fused_cross_entropy`; on FIT_START, if a metric of training needs logits.
 
     Example:
         >>> FusedCrossEntropy()
@@ -112,6 +109,12 @@ class FusedCrossEntropy(Method):
 
     acts_on = frozenset({Event.INIT, Event.FIT_START})
     surgery_rank = 6  # after the algorithms that replace layers
+    conflicts_with = MappingProxyType(
+        {
+            "LabelSmoothing": f"{_NO_LOGITS} Use FusedCrossEntropy(label_smoothing=...) in its place.",
+            "MultiTokenPrediction": f"{_NO_LOGITS} Leave one of them out.",
+        }
+    )
 
     label_smoothing: float = 0.0
 
@@ -120,14 +123,13 @@ class FusedCrossEntropy(Method):
 
     def apply(self, event: Event, state: State, logger: Logger | None) -> None:
         """Change the model and log the number of output layers, or validate the metrics of training."""
+        for one in state.algorithms:  # on FIT_START as well, since a checkpoint may bring algorithms
+            if reason := self.conflicts_with.get(type(one).__name__):
+                raise ValueError(f"{type(one).__name__} cannot be combined with FusedCrossEntropy. {reason}")
         if event == Event.INIT:
             count = apply_fused_cross_entropy(state.model, self.label_smoothing)
             report(_log, logger, {"fused_cross_entropy/num_output_layers": count})
             return
-        for name in {type(one).__name__ for one in state.algorithms} & _ADVICE.keys():
-            raise ValueError(
-                f"{name} needs logits, which FusedCrossEntropy does not compute in training. {_ADVICE[name]}"
-            )
         metrics: Mapping[str, Any] = state.train_metrics or {}
         if unfit := [name for name, metric in metrics.items() if not getattr(metric, "accepts_token_losses", False)]:
             raise ValueError(
@@ -231,7 +233,7 @@ def _take_labels(head: _FusedLinear, shifts: bool, module: nn.Module, arguments:
             stacklevel=2,
         )
         return None
-    head.targets = F.pad(labels[:, 1:], (0, 1), value=_IGNORED) if shifts else labels
+    head.targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED) if shifts else labels
     head.num_items = keywords.get("num_items_in_batch")
     return arguments, {name: value for name, value in keywords.items() if name not in ("labels", "num_items_in_batch")}
 
@@ -253,7 +255,7 @@ def _add_loss(head: _FusedLinear, module: nn.Module, arguments: Any, output: Any
         )
     losses = reduce_statistics(statistics, targets, label_smoothing=head.label_smoothing)
     if head.num_items is not None:
-        loss = losses.loss * (targets != _IGNORED).sum() / torch.as_tensor(head.num_items, device=losses.loss.device)
+        loss = losses.loss * (targets != IGNORED).sum() / torch.as_tensor(head.num_items, device=losses.loss.device)
         losses = losses._replace(loss=loss)
     if not is_mapping:
         return losses.loss, losses, *output[1:]

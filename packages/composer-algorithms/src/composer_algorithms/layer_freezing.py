@@ -41,7 +41,8 @@ def freeze_layers(
     `freeze_level`. With the cubic schedule of FreezeOut, a layer that the linear one freezes at the fraction `t` of
     training is frozen at `t**3`. Frozen parameters require no gradient and have none. They stay in the optimizers,
     which skip parameters without a gradient, so that saved states still fit. If no layer will ever be frozen, that is
-    logged once per model.
+    logged once per model. FreezeOut also anneals the learning rate of each layer to 0 until it freezes, which is not
+    done here: it would take a param group for each layer.
 
     Args:
         model: Changed in place.

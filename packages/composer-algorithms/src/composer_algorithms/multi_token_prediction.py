@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from composer_algorithms._arguments import check_counts, check_interval
-from composer_algorithms._method import ModelSurgery, report
+from composer_algorithms._method import ModelSurgery, check_initialized, count_or_warn, report
 from composer_algorithms._optimizer_surgery import as_optimizers
 from composer_algorithms._tensors import add_term
 from composer_algorithms.metadata import METHODS
-from composer_algorithms.transformer_surgery import add_to_optimizers, count_or_warn, output_layers
+from composer_algorithms.transformer_surgery import add_to_optimizers, output_layers
 from composer_dist.wrapping import unwrap_model
 from composer_events import Event, Logger, State
+from composer_models.targets import IGNORED
 
 __all__ = ["METADATA", "MultiTokenHeads", "MultiTokenPrediction", "apply_multi_token_prediction", "multi_token_loss"]
 
@@ -26,7 +27,12 @@ METADATA = METHODS["multi_token_prediction"]
 
 _log = logging.getLogger("composer.algorithms.multi_token_prediction")
 
-_IGNORED = -100
+# Settings of transformers by which models change their logits after the output layer, other than
+# final_logit_softcapping, which the heads follow.
+_CHANGES = (
+    *("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier"),
+    *("logits_soft_cap", "output_logit_soft_cap"),
+)
 
 
 class _Head(nn.Module):
@@ -72,7 +78,8 @@ def apply_multi_token_prediction(
         The number of heads.
 
     Raises:
-        ValueError: If `num_extra_tokens` is less than 1, or the weights are on the meta device.
+        ValueError: If `num_extra_tokens` is less than 1, the weights are on the meta device, or the model scales its
+            logits after its output layer, as Cohere and Granite do.
 
     Warns:
         NoEffectWarning: If the model is not a causal language model of such a kind.
@@ -98,17 +105,15 @@ def apply_multi_token_prediction(
     layer = next((each for each in output_layers(model) if _is_causal(each, model)), None)
     if layer is None:
         return count_or_warn("MultiTokenPrediction", model, "output layer for the next token", 0)
+    cap = _own_cap(layer, model)
     weight = layer.wte.weight if hasattr(layer, "wte") else layer.weight
-    if weight.is_meta:
-        raise ValueError(
-            "MultiTokenPrediction adds layers, and the weights of this model are on the meta device. Initialize them."
-        )
+    check_initialized("MultiTokenPrediction", weight)
     heads = MultiTokenHeads([_Head(weight) for _ in range(num_extra_tokens)])
     if hasattr(layer, "ln_f"):  # ComposerGPT, whose output layer is a function
         layer.ln_f.register_forward_hook(partial(_append_outputs, heads))
     else:
         layer.register_forward_pre_hook(partial(_append_inputs, heads))
-    layer.register_forward_hook(partial(_split, heads.kept, num_extra_tokens))
+    layer.register_forward_hook(partial(_split, heads.kept, num_extra_tokens, cap))
     cast(Any, unwrap_model(model)).multi_token_heads = heads
     if known:
         add_to_optimizers(model, old_params, known)
@@ -158,11 +163,11 @@ def multi_token_loss(logits: Tensor, labels: Tensor, position_ids: Tensor | None
     for ahead, own in enumerate(logits.split(labels.shape[0]), 2):
         targets = labels[:, ahead:]
         if position_ids is not None:
-            targets = targets.where(position_ids[:, ahead:] - position_ids[:, :-ahead] == ahead, _IGNORED)
-        targets = F.pad(targets, (0, min(ahead, labels.shape[1])), value=_IGNORED)
+            targets = targets.where(position_ids[:, ahead:] - position_ids[:, :-ahead] == ahead, IGNORED)
+        targets = F.pad(targets, (0, min(ahead, labels.shape[1])), value=IGNORED)
         own = own.to(torch.promote_types(own.dtype, torch.float32)).flatten(0, 1)
-        losses.append(F.cross_entropy(own, targets.flatten(), ignore_index=_IGNORED, reduction="sum"))
-    return torch.stack(losses).sum() / (labels[:, 1:] != _IGNORED).sum().clamp(min=1)
+        losses.append(F.cross_entropy(own, targets.flatten(), ignore_index=IGNORED, reduction="sum"))
+    return torch.stack(losses).sum() / (labels[:, 1:] != IGNORED).sum().clamp(min=1)
 
 
 @dataclass(repr=False, eq=False)
@@ -216,13 +221,30 @@ class MultiTokenPrediction(ModelSurgery):
 
 
 def _is_causal(layer: Any, model: nn.Module) -> bool:
-    if hasattr(layer, "ln_f"):
-        return True
-    owners = [each for each in unwrap_model(model).modules() if callable(getattr(each, "can_generate", None))]
-    return any(
-        owner.get_output_embeddings() is layer and owner.can_generate() and not owner.config.is_encoder_decoder
-        for owner in cast("list[Any]", owners)
+    return hasattr(layer, "ln_f") or any(
+        owner.can_generate() and not owner.config.is_encoder_decoder for owner in _owners(layer, model)
     )
+
+
+def _owners(layer: Any, model: nn.Module) -> list[Any]:
+    """Return the models of transformers with this output layer."""
+    models: list[Any] = [each for each in unwrap_model(model).modules() if hasattr(each, "can_generate")]
+    return [each for each in models if each.get_output_embeddings() is layer]
+
+
+def _own_cap(layer: Any, model: nn.Module) -> float | None:
+    """Return the cap of the logits that a model of transformers applies after its output layer."""
+    caps = [None]
+    for owner in _owners(layer, model):
+        config = owner.config.get_text_config()
+        if changed := [name for name in _CHANGES if getattr(config, name, None) not in (None, 1)]:
+            raise ValueError(
+                f"{type(owner).__qualname__} changes its logits after its output layer "
+                f"({changed[0]}={getattr(config, changed[0])!r} in its configuration), which MultiTokenPrediction does "
+                f"not support. Leave MultiTokenPrediction out."
+            )
+        caps.append(getattr(config, "final_logit_softcapping", None))
+    return caps[-1]
 
 
 # Functions of the module, so that models with them can be copied and pickled. The hidden states of the heads extend the
@@ -235,9 +257,12 @@ def _append_inputs(heads: nn.ModuleList, module: nn.Module, arguments: tuple[Ten
     return (_append_outputs(heads, module, (), arguments[0]), *arguments[1:])
 
 
-def _split(kept: _Logits, num_heads: int, module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
+def _split(
+    kept: _Logits, num_heads: int, cap: float | None, module: nn.Module, arguments: Any, output: Tensor
+) -> Tensor:
     if not module.training:
         return output
     size = output.shape[0] // (num_heads + 1)
-    kept.of_heads = output[size:]
+    of_heads = output[size:]
+    kept.of_heads = of_heads if cap is None else torch.tanh(of_heads / cap) * cap
     return output[:size]

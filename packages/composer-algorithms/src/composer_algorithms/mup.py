@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from composer_algorithms._arguments import check_counts
-from composer_algorithms._method import ModelSurgery, report
+from composer_algorithms._method import ModelSurgery, check_initialized, report
 from composer_algorithms._optimizer_surgery import as_optimizers
 from composer_algorithms.metadata import METHODS
 from composer_dist.wrapping import unwrap_model
@@ -80,8 +80,7 @@ def apply_mup(
         check_counts(base_heads=base_heads)
     transformer = _find_transformer(model)
     hidden = _hidden_matrices(transformer)
-    if any(weight.is_meta for weight in hidden):
-        raise ValueError("MuP scales initial weights, and those of this model are on the meta device. Initialize them.")
+    check_initialized("MuP", *hidden)
     m = transformer.width / base_width
     changes = [
         change for optimizer in as_optimizers(optimizers) for change in _rate_changes(optimizer, hidden, m)

@@ -282,8 +282,11 @@ def _cut_into_several(sequences: Mapping[str, Tensor], length: int) -> dict[str,
         whole = value.flatten()
         shorter[name] = whole[: len(whole) // length * length].view(-1, length)
     if "position_ids" in shorter:  # from 0 at the start of each new sequence, and of each packed document in it
+        from composer_models.packing import document_numbers  # loads the metrics
+
         positions = sequences["position_ids"]
-        is_start = positions.diff(dim=1, prepend=positions[:, :1] - 1) != 1
+        numbers = document_numbers(positions)
+        is_start = numbers.diff(dim=1, prepend=numbers[:, :1]) > 0
         is_start[:, 0] = is_start.any()  # only packed sequences are not joined where a new one spans two
         is_start = is_start.flatten()[: shorter["position_ids"].numel()].view(-1, length)
         columns = torch.arange(length, device=positions.device, dtype=positions.dtype).expand_as(is_start)

@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from composer_algorithms._arguments import check_interval
-from composer_algorithms._method import AppliedFunction, ModelSurgery
+from composer_algorithms._method import AppliedFunction, ModelSurgery, check_initialized, count_or_warn
 from composer_algorithms._optimizer_surgery import Replacement, as_optimizers, follow_replacements
 from composer_algorithms.module_surgery import replace_module_classes
 from composer_dist.wrapping import unwrap_model
-from composer_events import NoEffectWarning
 
 __all__ = [
     "LogitSoftcap",
@@ -80,8 +79,7 @@ def apply_zero_init(model: nn.Module) -> int:
     # The second layer of a factorized one.
     layers: list[Any] = [getattr(module, "module1", module) for module in found.values()]
     for layer in layers:
-        if any(parameter.is_meta for parameter in layer.parameters()):
-            raise ValueError("ZeroInit sets weights, and those of this model are on the meta device. Initialize them.")
+        check_initialized("ZeroInit", *layer.parameters())
         for parameter in layer.parameters(recurse=False):
             nn.init.zeros_(parameter)
     blocks: dict[bool, set[str]] = {True: set(), False: set()}  # of attention, and of feed-forward layers
@@ -403,17 +401,6 @@ class SquaredReLU(AppliedFunction, ModelSurgery):
     surgery_rank = 0
     function = staticmethod(apply_squared_relu)
     counted = "squared_relu/num_layers"
-
-
-def count_or_warn(method: str, model: nn.Module, missing: str, count: int) -> int:
-    if not count:
-        warnings.warn(
-            f"{method} has no effect on this {type(model).__qualname__}: it has no {missing}. Use ComposerGPT or a "
-            f"model of transformers such as GPT-2, BERT or Llama, or leave {method} out.",
-            NoEffectWarning,
-            stacklevel=3,
-        )
-    return count
 
 
 def _find_attentions(model: nn.Module) -> Iterator[tuple[list[Any], int]]:

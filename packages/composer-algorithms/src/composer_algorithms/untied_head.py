@@ -2,7 +2,6 @@
 
 import copy
 import logging
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from composer_algorithms._method import ModelSurgery, is_reached, parse_time, report
+from composer_algorithms._method import ModelSurgery, check_initialized, count_or_warn, is_reached, parse_time, report
 from composer_algorithms._optimizer_surgery import Replacement, as_optimizers, follow_replacements
 from composer_algorithms.metadata import METHODS
 from composer_dist.wrapping import unwrap_model
-from composer_events import Event, Logger, NoEffectWarning, State
+from composer_events import Event, Logger, State
 from composer_time import Time
 
 __all__ = ["METADATA", "UntiedHead", "apply_untied_head"]
@@ -23,6 +22,9 @@ __all__ = ["METADATA", "UntiedHead", "apply_untied_head"]
 METADATA = METHODS["untied_head"]
 
 _log = logging.getLogger("composer.algorithms.untied_head")
+
+_MISSING = "output layer that shares one weight, and nothing else, with the embeddings"
+_ADVICE = "Use ComposerGPT or a causal language model of transformers with tie_word_embeddings=True, such as GPT-2"
 
 
 def apply_untied_head(model: nn.Module, optimizers: Optimizer | Sequence[Optimizer] | None = None) -> int:
@@ -58,7 +60,7 @@ def apply_untied_head(model: nn.Module, optimizers: Optimizer | Sequence[Optimiz
         Jordan et al., "modded-nanogpt: Speedrunning the NanoGPT baseline", 2024. Press and Wolf, "Using the Output
         Embedding to Improve Language Models", EACL 2017, arXiv:1608.05859, ties the weights.
     """
-    return len(_untie(model, as_optimizers(optimizers)))
+    return count_or_warn("UntiedHead", model, _MISSING, len(_untie(model, as_optimizers(optimizers))), _ADVICE)
 
 
 @dataclass(repr=False, eq=False)
@@ -109,7 +111,8 @@ class UntiedHead(ModelSurgery):
                 )
             self._is_tied = self._time is not None
             self._pairs = _untie(state.model, tuple(state.optimizers))
-            report(_log, logger, {"untied_head/num_output_layers": len(self._pairs)})
+            count = count_or_warn("UntiedHead", state.model, _MISSING, len(self._pairs), _ADVICE)
+            report(_log, logger, {"untied_head/num_output_layers": count})
         elif self._time is not None and self._is_tied:
             # LayerFreezing freezes the embeddings alone.
             pairs = [(one.weight, head.weight) for one, head in self._pairs if one.weight.requires_grad]
@@ -137,10 +140,7 @@ def _untie(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[tuple[Any,
     pairs: list[tuple[Any, Any]] = []
     for owner, embedding in _tied(model):
         weight = embedding.weight
-        if weight.is_meta:
-            raise ValueError(
-                "UntiedHead copies weights, and those of this model are on the meta device. Initialize them."
-            )
+        check_initialized("UntiedHead", weight)
         head = _head_of(owner, weight)
         head.weight = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
         pairs.append((embedding, head))
@@ -150,14 +150,6 @@ def _untie(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[tuple[Any,
     if trained.issuperset(map(id, by_id.values())) and pairs:
         follow_replacements([Replacement("", {**old_params, **predecessors}, model)], model, optimizers)
     _copy_states([(embedding.weight, head.weight) for embedding, head in pairs], optimizers)
-    if not pairs:
-        warnings.warn(
-            f"UntiedHead has no effect on this {type(unwrap_model(model)).__qualname__}: its output layer does not "
-            f"share one weight, and nothing else, with the embeddings. Use ComposerGPT or a causal language model of "
-            f"transformers with tie_word_embeddings=True, such as GPT-2, or leave UntiedHead out.",
-            NoEffectWarning,
-            stacklevel=3,
-        )
     return pairs
 
 

@@ -1,6 +1,5 @@
 """Whitening initialization: a first convolution whose outputs are uncorrelated."""
 
-import warnings
 from dataclasses import dataclass
 
 import torch
@@ -9,9 +8,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from composer_algorithms._arguments import check_interval
-from composer_algorithms._method import AppliedFunction
+from composer_algorithms._method import AppliedFunction, check_initialized, count_or_warn
 from composer_algorithms.metadata import METHODS
-from composer_events import NoEffectWarning
 
 __all__ = ["METADATA", "WhiteningInit", "apply_whitening_init"]
 
@@ -59,15 +57,9 @@ def apply_whitening_init(model: nn.Module, images: Tensor, eps: float = 5e-4, fr
     check_interval("[0, inf)", eps=eps)
     conv = next((each for each in model.modules() if isinstance(each, nn.Conv1d | nn.Conv2d | nn.Conv3d)), None)
     if not isinstance(conv, nn.Conv2d) or conv.groups > 1 or parametrize.is_parametrized(conv, "weight"):
-        warnings.warn(
-            f"WhiteningInit has no effect on this {type(model).__qualname__}: its first convolution must be a Conv2d "
-            f"without groups and parametrizations. Leave WhiteningInit out.",
-            NoEffectWarning,
-            stacklevel=2,
-        )
-        return 0
-    if conv.weight.is_meta:
-        raise ValueError("WhiteningInit sets weights, and those of this model are on the meta device. Initialize them.")
+        missing = "Conv2d without groups and parametrizations as its first convolution"
+        return count_or_warn("WhiteningInit", model, missing, 0, "Use a network that has one")
+    check_initialized("WhiteningInit", conv.weight)
     if images.ndim != 4 or images.shape[1] != conv.in_channels:
         raise ValueError(
             f"images of the shape {tuple(images.shape)} must be (batch, {conv.in_channels}, height, width), as the "

@@ -12,12 +12,11 @@ from composer_algorithms._method import Method
 from composer_algorithms._tensors import add_term, require_tensor
 from composer_algorithms.metadata import METHODS
 from composer_events import Event, Logger, State
+from composer_models.targets import IGNORED
 
 __all__ = ["METADATA", "ZLoss", "z_loss"]
 
 METADATA = METHODS["z_loss"]
-
-_IGNORED = -100  # the default `ignore_index` of torch's losses and of transformers
 
 
 def z_loss(logits: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -99,7 +98,7 @@ class ZLoss(Method):
 
                 self._model, self._shifts = state.model, find_label_shift(state.model)
             if self._shifts:
-                return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=_IGNORED) != _IGNORED
+                return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED) != IGNORED
             if self._shifts is not None:
-                return labels != _IGNORED
+                return labels != IGNORED
         return mask if isinstance(mask, Tensor) and mask.shape == shape[:-1] else None

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as tdist
 
 from composer_dist.env import get_world_size
+from composer_dist.progress import waiting
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -55,7 +56,8 @@ def barrier(group: "ProcessGroup | None" = None) -> None:
         RuntimeError: If several processes were started without a process group.
     """
     if not _is_alone(group):
-        tdist.barrier(group=group)
+        with waiting:
+            tdist.barrier(group=group)
 
 
 def all_reduce(tensor: torch.Tensor, reduce_operation: str = "SUM", group: "ProcessGroup | None" = None) -> None:
@@ -76,7 +78,8 @@ def all_reduce(tensor: torch.Tensor, reduce_operation: str = "SUM", group: "Proc
             f"reduce_operation={reduce_operation!r} is not a reduction. Use one of {', '.join(_REDUCE_OPERATIONS)}."
         )
     if not _is_alone(group):
-        tdist.all_reduce(tensor, op=getattr(tdist.ReduceOp, operation), group=group_for(tensor, group))
+        with waiting:
+            tdist.all_reduce(tensor, op=getattr(tdist.ReduceOp, operation), group=group_for(tensor, group))
 
 
 def broadcast(tensor: torch.Tensor, src: int, group: "ProcessGroup | None" = None) -> None:
@@ -86,7 +89,8 @@ def broadcast(tensor: torch.Tensor, src: int, group: "ProcessGroup | None" = Non
         RuntimeError: If several processes were started without a process group.
     """
     if not _is_alone(group):
-        tdist.broadcast(tensor, src=src, group=group_for(tensor, group))
+        with waiting:
+            tdist.broadcast(tensor, src=src, group=group_for(tensor, group))
 
 
 def broadcast_object_list(object_list: list[Any], src: int = 0, group: "ProcessGroup | None" = None) -> None:
@@ -110,7 +114,8 @@ def broadcast_object_list(object_list: list[Any], src: int = 0, group: "ProcessG
             "among all ranks, not inside the group."
         )
     if not _is_alone(group):
-        send_objects(object_list, src, group)
+        with waiting:
+            send_objects(object_list, src, group)
 
 
 def all_gather(tensor: torch.Tensor, group: "ProcessGroup | None" = None) -> Sequence[torch.Tensor]:
@@ -130,7 +135,8 @@ def all_gather(tensor: torch.Tensor, group: "ProcessGroup | None" = None) -> Seq
         return [tensor]
     size = tdist.get_world_size(group)
     gathered = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(size)]
-    tdist.all_gather(gathered, tensor.contiguous(), group=group_for(tensor, group))  # NCCL rejects other layouts
+    with waiting:
+        tdist.all_gather(gathered, tensor.contiguous(), group=group_for(tensor, group))  # NCCL rejects other layouts
     return gathered
 
 
@@ -149,7 +155,10 @@ def all_gather_object(obj: T, group: "ProcessGroup | None" = None) -> list[T]:
     Raises:
         RuntimeError: If several processes were started without a process group.
     """
-    return [obj] if _is_alone(group) else gather_objects(obj, group)
+    if _is_alone(group):
+        return [obj]
+    with waiting:
+        return gather_objects(obj, group)
 
 
 def all_gather_object_list_hpu(object_list: list[Any], obj: Any, group: "ProcessGroup | None" = None) -> None:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from composer_dist.collectives import cpu_group, group_for
 from composer_dist.devices import Device
+from composer_dist.progress import waiting
 from composer_dist.strategy import SingleDevice, TNumber
 from composer_dist.wrapping import unwrap_model
 from composer_time import StringEnum
@@ -345,7 +346,8 @@ def average_values(values: Mapping[str, torch.Tensor], group: "ProcessGroup | No
     flat = torch.cat([values[name].detach().reshape(-1) for name in names])
     # Divided before the sum, and in float32 at least, so that half precision cannot overflow.
     flat = flat.to(torch.promote_types(flat.dtype, torch.float32)).div(tdist.get_world_size(group))
-    tdist.all_reduce(flat, group=group_for(flat, group))
+    with waiting:
+        tdist.all_reduce(flat, group=group_for(flat, group))
     parts = flat.split([values[name].numel() for name in names])
     means = {
         name: part.view(values[name].shape).to(values[name].dtype) for name, part in zip(names, parts, strict=True)
@@ -366,7 +368,8 @@ def broadcast_tensors(
     """
     for bucket in _buckets(tensors, bucket_bytes):
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-        tdist.broadcast(flat, group_src=0, group=group_for(flat, group))
+        with waiting:
+            tdist.broadcast(flat, group_src=0, group=group_for(flat, group))
         for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
             tensor.copy_(part.view(tensor.shape))
 
@@ -389,7 +392,8 @@ def start_sum(values: Sequence[TNumber], group: "ProcessGroup | None" = None) ->
 
     def finish() -> list[TNumber]:
         if work is not None:
-            work.wait()
+            with waiting:
+                work.wait()
         return [type(value)(total) for value, total in zip(values, totals.tolist(), strict=True)]
 
     return finish
@@ -435,8 +439,9 @@ def start_gather(
             _split_over(columns.view(dtype), tensors, places_by_dtype[dtype], gathered)
 
     def finish() -> list[torch.Tensor]:
-        for work in works:
-            work.wait()
+        with waiting:
+            for work in works:
+                work.wait()
         return gathered
 
     return finish
@@ -484,7 +489,8 @@ def _average_bucket(bucket: list[torch.Tensor], group: "ProcessGroup | None") ->
         else:
             view.copy_(parameter.grad)
     flat.div_(tdist.get_world_size(group))  # before the sum, which could overflow in float16
-    tdist.all_reduce(flat, group=group)
+    with waiting:
+        tdist.all_reduce(flat, group=group)
     # Read from the device at once, and only where a gradient is missing.
     counts = is_used.tolist() if any(parameter.grad is None for parameter in bucket) else [0.0] * len(bucket)
     for parameter, view, count in zip(bucket, views, counts, strict=True):

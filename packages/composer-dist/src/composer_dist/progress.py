@@ -10,6 +10,7 @@ import mmap
 import os
 import struct
 import tempfile
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from composer_time import Timestamp
 
-__all__ = ["VARIABLE", "PHASES", "Board", "Recorder", "RankProgress", "progress_recorder"]
+__all__ = ["VARIABLE", "PHASES", "PARTS", "Board", "Recorder", "RankProgress", "progress_recorder", "waiting"]
 
 VARIABLE: Final = "COMPOSER_PROGRESS"
 """The variable with a rank's slot and the file of the board, as `3@/path`."""
@@ -31,19 +32,28 @@ PHASES: Final = ("start", "data", "train", "optimizer", "callbacks", "evaluation
 """What a rank does: before the first `fit`; waiting for data; forward and backward pass; the optimizer's step; hooks;
 evaluation or prediction; hooks that save or load; and between two calls of `fit`."""
 
+PARTS: Final = (*PHASES, "backward", "collective")
+"""The parts into which a rank's time is divided: the phases, where `'train'` ends with the loss; the backward pass, in
+which DDP and FSDP wait for other ranks; and waits for other ranks in collectives of `composer_dist` elsewhere in the
+training of a batch."""
+
 _SLOT_BYTES: Final = 256
+_COLLECTIVE: Final = PARTS.index("collective")
+_WITH_WAITS: Final = frozenset(map(PARTS.index, ("data", "train", "optimizer", "callbacks", "backward")))
 # The parts of a slot. Most marks write the second part only. Each part is written by one call, which copies it in one
 # piece; a reader sees halves at worst for an instant, and reads again.
 _HEAD: Final = struct.Struct("<QId")  # PID, rank, time of start
-_MARK: Final = struct.Struct("<Qd24sB7x8d")  # counter, monotonic time, event, phase, seconds of each phase
+_MARK: Final = struct.Struct("<Qd24sBB6x10d")  # counter, monotonic time, event, phase, part, seconds of each part
 _STAMP: Final = struct.Struct("<QQQQ")  # epoch, batch, samples, tokens
+_FIRST: Final = struct.Struct("<Q")  # batch at the start of the last `fit`
 _FACTS: Final = struct.Struct("<dQdQ")  # loss, its batch; time of the last checkpoint since 1970, its batch
 _ASKED: Final = struct.Struct("<I")  # written by the launcher: how often it has asked for the last collectives
 _ASKED_AT: Final = _HEAD.size
 _MARK_AT: Final = _HEAD.size + _ASKED.size
 _STAMP_AT: Final = _MARK_AT + _MARK.size
 _FACTS_AT: Final = _STAMP_AT + _STAMP.size
-assert _FACTS_AT + _FACTS.size <= _SLOT_BYTES
+_FIRST_AT: Final = _FACTS_AT + _FACTS.size
+assert _FIRST_AT + _FIRST.size <= _SLOT_BYTES
 
 # The work that follows an event, until the next one; and the kind of hooks that run on it.
 _AFTER: Final = {
@@ -79,6 +89,13 @@ def phase_of(event: str, *, is_inside: bool) -> str:
     return "callbacks"
 
 
+def part_of(event: str, *, is_inside: bool) -> str:
+    """Return the part to which the same time counts."""
+    if event == "before_backward" and not is_inside:
+        return "backward"
+    return phase_of(event, is_inside=is_inside)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankProgress:
     """The recorded progress of a rank.
@@ -91,9 +108,11 @@ class RankProgress:
         time_s: Time of the last mark on this machine's monotonic clock.
         event: The last event, such as `'before_forward'`.
         phase: One of `PHASES`.
-        seconds: The time spent in each phase, up to the last mark.
+        part: One of `PARTS`.
+        seconds: The time spent in each of `PARTS`, up to the last mark.
         epoch: Epochs done.
         batch: Batches done.
+        first_batch: Batches done at the start of the last `fit`, as by a resumed run.
         samples: Samples trained on, by all ranks.
         tokens: Tokens trained on, by all ranks.
         loss: The last loss that the run recorded, `None` before the first. Recorded on rank 0 only.
@@ -109,9 +128,11 @@ class RankProgress:
     time_s: float
     event: str
     phase: str
+    part: str
     seconds: "Mapping[str, float]"
     epoch: int
     batch: int
+    first_batch: int
     samples: int
     tokens: int
     loss: float | None
@@ -166,7 +187,7 @@ class Board:
                 break
             raw = again
         pid, rank, started_s = _HEAD.unpack_from(raw)
-        counter, time_s, event, phase, *seconds = _MARK.unpack_from(raw, _MARK_AT)
+        counter, time_s, event, phase, part, *seconds = _MARK.unpack_from(raw, _MARK_AT)
         epoch, batch, samples, tokens = _STAMP.unpack_from(raw, _STAMP_AT)
         loss, loss_batch, checkpoint_s, checkpoint_batch = _FACTS.unpack_from(raw, _FACTS_AT)
         return RankProgress(
@@ -177,9 +198,11 @@ class Board:
             time_s=time_s,
             event=event.rstrip(b"\0").decode(errors="replace"),
             phase=PHASES[phase % len(PHASES)],
-            seconds=dict(zip(PHASES, seconds, strict=True)),
+            part=PARTS[part % len(PARTS)],
+            seconds=dict(zip(PARTS, seconds, strict=True)),
             epoch=epoch,
             batch=batch,
+            first_batch=_FIRST.unpack_from(raw, _FIRST_AT)[0],
             samples=samples,
             tokens=tokens,
             loss=loss if loss_batch or loss else None,
@@ -238,15 +261,17 @@ class Recorder:
             raise ValueError(f"{VARIABLE}={slot!r} belongs to process {owner}. A rank has one process that trains.")
         _HEAD.pack_into(self._memory, first, os.getpid(), rank, time.time())
         self._mark_at, self._stamp_at = first + _MARK_AT, first + _STAMP_AT
-        self._facts_at, self._asked_at = first + _FACTS_AT, first + _ASKED_AT
+        self._facts_at, self._first_at, self._asked_at = first + _FACTS_AT, first + _FIRST_AT, first + _ASKED_AT
         self._counter = 0
         self._time_s = time.monotonic()
-        self._phase = 0
-        self._seconds = [0.0] * len(PHASES)
+        self._phase = self._part = 0
+        self._seconds = [0.0] * len(PARTS)
+        self._thread = threading.get_ident()
+        self._num_waits, self._waits_since_s = 0, 0.0
         self._stamp: object = None
         self._event = b""
-        self._events: dict[str, tuple[bytes, int, int]] = {}
-        self._write(b"", 0)
+        self._events: dict[str, tuple[bytes, int, int, int]] = {}
+        self._write(b"", 0, 0)
 
     def enter(self, event: str, stamp: "Timestamp | None" = None) -> None:
         """Record that the hooks of an event begin, at a time in training."""
@@ -260,21 +285,40 @@ class Recorder:
                 int(stamp.num_samples),
                 stamp.num_tokens,
             )
+        if event == "fit_start" and stamp is not None:
+            _FIRST.pack_into(self._memory, self._first_at, stamp.num_batches)
         known = self._events.get(event)
         if known is None:
             known = self._events[event] = (
                 event.encode()[:24],
                 PHASES.index(phase_of(event, is_inside=True)),
                 PHASES.index(phase_of(event, is_inside=False)),
+                PARTS.index(part_of(event, is_inside=False)),
             )
         self._counter += 1 + self._counter % 2  # odd, also if the last event was not left
-        self._write(known[0], known[1])
+        self._write(known[0], known[1], known[1])
 
     def leave(self, event: str) -> None:
         """Record that the hooks of an event have ended, and the work that follows begins."""
         known = self._events[event]
         self._counter += self._counter % 2
-        self._write(known[0], known[2])
+        self._write(known[0], known[2], known[3])
+
+    def begin_wait(self) -> None:
+        """Count the time until `end_wait` as a wait for other ranks; such periods may be nested."""
+        if threading.get_ident() == self._thread:  # not that of a thread which saves beside the training
+            self._num_waits += 1
+            if self._num_waits == 1:
+                self._waits_since_s = time.monotonic()
+
+    def end_wait(self) -> None:
+        """End a period of `begin_wait`."""
+        if threading.get_ident() == self._thread and self._num_waits:
+            self._num_waits -= 1
+            if self._num_waits == 0 and self._part in _WITH_WAITS:
+                waited_s = time.monotonic() - self._waits_since_s
+                self._seconds[self._part] -= waited_s  # to which the next mark adds the whole time
+                self._seconds[_COLLECTIVE] += waited_s
 
     def note_loss(self, loss: float, batch: int) -> None:
         """Record a loss whose value is on the host."""
@@ -304,12 +348,12 @@ class Recorder:
         """The counter, the event, the phase, and the monotonic time of the last mark."""
         return self._counter, self._event.decode(), PHASES[self._phase], self._time_s
 
-    def _write(self, event: bytes, phase: int) -> None:
+    def _write(self, event: bytes, phase: int, part: int) -> None:
         now = time.monotonic()
         seconds = self._seconds
-        seconds[self._phase] += now - self._time_s
-        self._phase, self._time_s, self._event = phase, now, event
-        _MARK.pack_into(self._memory, self._mark_at, self._counter, now, event, phase, *seconds)
+        seconds[self._part] += now - self._time_s
+        self._phase, self._part, self._time_s, self._event = phase, part, now, event
+        _MARK.pack_into(self._memory, self._mark_at, self._counter, now, event, phase, part, *seconds)
 
 
 def _is_alive(pid: int) -> bool:
@@ -337,3 +381,19 @@ def progress_recorder() -> Recorder | None:
         stacks = os.environ.get("COMPOSER_STACK_FILE") if slot else None
         flight_recorder.start(_recorder, Path(stacks).parent if stacks else None)
     return _recorder
+
+
+class _Waiting:
+    """A context manager that counts its time as a wait for other ranks."""
+
+    def __enter__(self) -> None:
+        if _recorder is not None:
+            _recorder.begin_wait()
+
+    def __exit__(self, *_: object) -> None:
+        if _recorder is not None:
+            _recorder.end_wait()
+
+
+waiting: Final = _Waiting()
+"""A context manager for collectives that may be nested: its time counts as a wait for other ranks."""

@@ -40,6 +40,7 @@ from composer_hf.saved_state import (
 from composer_hf.sharding_hints import add_sharding_hints
 from composer_hf.tokenizer_files import fit_vocabulary
 from composer_models import ComposerModel, MissingConditionalImportError
+from composer_models.targets import IGNORED
 
 __all__ = [
     "HuggingFaceModel",
@@ -61,7 +62,6 @@ else:  # for typing.get_type_hints, without the import time of these libraries
 
 log = getLogger(__name__)
 
-_IGNORED: Final = -100  # label that the losses of transformers ignore
 _MAX_NAMES: Final = 5
 
 
@@ -225,7 +225,7 @@ class HuggingFaceModel(ComposerModel):
             inputs["decoder_input_ids"] = self._decoder_inputs(labels)
         if labels is not None and (self.shift_labels or mode == "icl_task"):
             # The last token has no successor: its label is ignored.
-            labels = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=_IGNORED)
+            labels = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
         self.labels = labels
         return self._logits_of(outputs if outputs is not None else self.forward(inputs))
 

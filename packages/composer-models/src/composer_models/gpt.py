@@ -15,6 +15,7 @@ from composer_models.base import ComposerModel
 from composer_models.metrics import counting_from_zero, metrics_by_name
 from composer_models.nlp_metrics import LanguageCrossEntropy, LanguagePerplexity
 from composer_models.packing import document_numbers
+from composer_models.targets import IGNORED
 from composer_models.token_losses import TokenLosses
 
 __all__ = ["GPTBlock", "GPT", "ComposerGPT", "GPTConfig"]
@@ -115,10 +116,6 @@ class GPTConfig:
         if missing := [name for name in fields if name not in given and fields[name] is dataclasses.MISSING]:
             raise ValueError(f"cfg={cfg!r} lacks {', '.join(missing)}, which a GPT needs.")
         return cls(**given)
-
-
-# The target of tokens without a next one, or that are ignored.
-_IGNORE_INDEX = -100
 
 
 class ResidualProjection(nn.Linear):
@@ -351,7 +348,7 @@ class ComposerGPT(ComposerModel):
         """Compute the mean cross entropy of the tokens that are not ignored."""
         if isinstance(outputs, TokenLosses):
             return outputs.loss
-        return F.cross_entropy(outputs.flatten(0, 1), _targets(batch).flatten(), ignore_index=_IGNORE_INDEX)
+        return F.cross_entropy(outputs.flatten(0, 1), _targets(batch).flatten(), ignore_index=IGNORED)
 
     def update_metric(self, batch: Mapping[str, Tensor], outputs: Tensor | TokenLosses, metric: Metric) -> None:
         """Update one metric with the logits or losses, and the next tokens."""
@@ -388,5 +385,5 @@ class ComposerGPT(ComposerModel):
 
 def _targets(batch: Mapping[str, Tensor]) -> Tensor:
     targets = batch["labels"].roll(-1, dims=1)  # a copy, so the next line does not change the batch
-    targets[:, -1] = _IGNORE_INDEX
+    targets[:, -1] = IGNORED
     return targets

@@ -19,10 +19,10 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from composer_events import DataSpec
 from composer_events.arguments import check_counts
 from composer_models.base import model_eval_mode
+from composer_models.targets import IGNORED
 
 __all__ = ["PackedDataset", "PackedStream", "document_numbers", "pack_window", "packed_data_spec"]
 
-_IGNORE_INDEX = -100
 _TOO_LONG = (None, "split", "truncate", "drop")
 _END = object()
 
@@ -325,7 +325,7 @@ def pack_window(documents: Iterable[Document], window_size: int, *, padding: int
     """
     window = {
         "input_ids": torch.full((window_size,), padding),
-        "labels": torch.full((window_size,), _IGNORE_INDEX),
+        "labels": torch.full((window_size,), IGNORED),
         "position_ids": torch.zeros(window_size, dtype=torch.long),
     }
     start = 0
@@ -401,7 +401,7 @@ def _count_tokens(batch: Mapping[str, Tensor]) -> dict[str, int]:
     return {
         # All tokens with a position above 0, and one before each at position 1.
         "total": int((positions > 0).sum() + (positions == 1).sum()),
-        "loss_generating": int((labels[:, 1:] != _IGNORE_INDEX).sum()),
+        "loss_generating": int((labels[:, 1:] != IGNORED).sum()),
     }
 
 

@@ -6,7 +6,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = ["infer_target_type", "ensure_targets_one_hot", "check_for_index_targets", "can_read_values"]
+__all__ = ["IGNORED", "infer_target_type", "ensure_targets_one_hot", "check_for_index_targets", "can_read_values"]
+
+IGNORED = -100  # the default `ignore_index` of torch's losses and of transformers
 
 _INDEX_DTYPES = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 

@@ -76,7 +76,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Every rank must call this. Rank 0 prints and returns the status for all.
     """
-    asked = _parser().parse_args(arguments)
+    parser = _parser()
+    asked = parser.parse_args(arguments)
+    if not 0 < asked.timeout < float("inf"):
+        parser.error(f"--timeout={asked.timeout!r} must be a number of seconds above 0.")
+    for port in asked.port:
+        if not 0 < port < 2**16:
+            parser.error(f"--port={port} must be from 1 to 65535.")
     report = _Report(socket.gethostname(), _alone(asked), _versions())
     rank, reports = dist.get_global_rank(), {dist.get_global_rank(): report}
     failures = _attempt("process group", lambda: initialize_dist("cpu", timeout=asked.timeout))
@@ -191,9 +197,12 @@ def _names() -> Iterator[Finding]:
 
 
 def _port(port: int) -> Iterator[Finding]:
+    if os.environ.get("MASTER_PORT") == str(port):  # rank 0 or the launcher listens there already
+        yield Finding(f"port {port}", Verdict.OK, "in use by these ranks, as MASTER_PORT")
+        return
     try:
         socket.create_server(("", port)).close()
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         advice = f"Give another port, or end the process that `ss -ltnp 'sport = :{port}'` shows."
         yield Finding(f"port {port}", Verdict.FAILURE, f"cannot be listened on: {error}", advice)
     else:
@@ -240,13 +249,13 @@ def _object_store(uri: str) -> Iterator[Finding]:
             return
         yield _store_check("list", lambda: store.list_objects(name).index(name), "list")
         yield _store_check("get", lambda: read_object(store, name), "read")
-        yield _store_check("delete", lambda: store.delete_object(name), "delete; without it, old checkpoints stay")
+        yield _store_check("delete", lambda: store.delete_object(name), "delete, or old checkpoints stay")
 
 
 def _store_check(operation: str, run: Callable[[], object], right: str) -> Finding:
     begun_s = time.perf_counter()
     for failure in _attempt(f"store: {operation}", run):
-        return replace(failure, advice=f"Give the credentials of the run the right to {right}.")
+        return replace(failure, advice=f"Correct the address, or the credentials: the run must be able to {right}.")
     return Finding(f"store: {operation}", Verdict.OK, f"{1000 * (time.perf_counter() - begun_s):.0f} ms")
 
 
@@ -389,7 +398,7 @@ def _table(findings: Sequence[Finding], world_size: int) -> str:
         if one.advice:
             lines.append(f"{'':{width + 10}}  {one.advice}")
     counts = [sum(one.verdict is verdict for one in findings) for verdict in (Verdict.FAILURE, Verdict.WARNING)]
-    lines.append(f"{counts[0]} failures, {counts[1]} warnings")
+    lines.append(f"Failures: {counts[0]}, warnings: {counts[1]}")
     return "\n".join(lines)
 
 

@@ -12,25 +12,12 @@ from composer_dist import dist
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train, and return the exit status."""
-    parser = argparse.ArgumentParser(prog="composer recipe.yaml", description="Train as a recipe says.")
-    parser.add_argument("recipe", help="a YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="changes, such as optimizers.lr=3e-4")
-    parser.add_argument("--dry-run", action="store_true", help="check the recipe and print it with all values resolved")
-    parser.add_argument(
-        "--allow", action="append", default=[], metavar="PACKAGE", help="let the recipe name what is in this package"
-    )
-    parser.add_argument("--trust-remote-code", action="store_true", help="let a model of the Hub run its own code")
-    options = parser.parse_intermixed_args(arguments)
-    if options.allow:  # as Python does for a script
-        sys.path.insert(0, str(Path(options.recipe).parent.resolve()))
     try:
-        plan = load_recipe(
-            options.recipe, options.overrides, allow=options.allow, trust_remote_code=options.trust_remote_code
-        )
+        plan, dry_run = parse(arguments)
     except RecipeError as error:
         sys.stderr.write(f"composer: error: {error}\n")
         return 2
-    if options.dry_run:
+    if dry_run:
         if dist.get_global_rank() == 0:
             sys.stdout.write(plan.text)
         return 0
@@ -40,6 +27,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
             trainer.eval()
         trainer.fit()
     return 0
+
+
+def parse(arguments: Sequence[str] | None = None) -> tuple[Plan, bool]:
+    """Return the recipe of a command line, and whether to print it only.
+
+    Raises:
+        RecipeError: If the recipe is not valid.
+    """
+    parser = argparse.ArgumentParser(prog="composer recipe.yaml", description="Train as a recipe says.")
+    parser.add_argument("recipe", help="a YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="changes, such as optimizers.lr=3e-4")
+    parser.add_argument("--dry-run", action="store_true", help="check the recipe and print it with all values resolved")
+    parser.add_argument(
+        "--allow", action="append", default=[], metavar="PACKAGE", help="let the recipe name what is in this package"
+    )
+    parser.add_argument("--trust-remote-code", action="store_true", help="let a model of the Hub run its own code")
+    options = parser.parse_intermixed_args(arguments)
+    folder = str(Path(options.recipe).parent.resolve())
+    if options.allow and folder not in sys.path:  # as Python does for a script
+        sys.path.insert(0, folder)
+    plan = load_recipe(
+        options.recipe, options.overrides, allow=options.allow, trust_remote_code=options.trust_remote_code
+    )
+    return plan, options.dry_run
 
 
 def keep(plan: Plan, trainer: Trainer) -> None:

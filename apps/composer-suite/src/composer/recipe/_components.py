@@ -4,6 +4,7 @@ import inspect
 import re
 import sys
 import typing
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -13,7 +14,7 @@ from typing import Any, cast
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
 from composer.recipe._read import Key, Recipe, RecipeError, nearest, spell
-from composer_time import Time
+from composer_time import StringEnum, Time
 
 _OWN_PARTS = (
     "algorithms",
@@ -138,7 +139,7 @@ class Components:
             raise self._recipe.error(key, f"{value!r} must be a name, or a mapping with a name and arguments.")
         arguments = cast("dict[str, Any]", value)
         for spelling in (TARGET, "name"):
-            if spelling in arguments and (spelling == TARGET or not section.is_named):
+            if spelling in arguments:
                 name = arguments[spelling]
                 others = {each: argument for each, argument in arguments.items() if each != spelling}
                 return self._component(name, others, key, section, given)
@@ -192,8 +193,9 @@ class Components:
         if not is_trusted and not path.startswith(_FUNCTIONS) and not _is_harmless(found):
             raise self._recipe.error(
                 key,
-                f"{path!r} must be a module, optimizer, dataset, dataloader, sampler, metric or configuration. Pass "
-                f"--allow {path.split('.')[0]} to name everything in that package.",
+                f"{path!r} must be a module, optimizer, dataloader, sampler, metric or configuration, or a dataset of "
+                f"another package than transformers. Pass --allow {path.split('.')[0]} to name everything in that "
+                f"package.",
             )
         return found
 
@@ -216,36 +218,44 @@ class Components:
         parameter = parameters.get(name)
         if parameter is None and not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
             raise self._recipe.error(key, f"{name!r} is not an argument. {nearest(name, parameters)}")
-        if name in RUN_CODE and value and not self._trusts:
-            raise self._recipe.error(key, "runs code that comes with the recipe or a model. Pass --trust-remote-code.")
+        self._check_code(name, value, key)
         planned = self._nested(value, key)
         if parameter is not None and not has_component(planned):
             return self._fitting(planned, parameter.annotation, key)
         return planned
+
+    def _check_code(self, name: Any, value: Any, key: Key) -> None:
+        if name in RUN_CODE and value and not self._trusts:
+            raise self._recipe.error(key, "runs code that comes with the recipe or a model. Pass --trust-remote-code.")
 
     def _nested(self, value: Any, key: Key) -> Any:
         if isinstance(value, dict):
             members = cast("dict[Any, Any]", value)
             if TARGET in members:
                 return self.check(members, key, Section())
-            for name in members:
-                if name in RUN_CODE and members[name] and not self._trusts:
-                    self.argument({}, name, True, (*key, name))
+            for name, member in members.items():
+                self._check_code(name, member, (*key, name))
             return {name: self._nested(member, (*key, name)) for name, member in members.items()}
         if isinstance(value, list):
             return [self._nested(member, (*key, at)) for at, member in enumerate(cast("list[Any]", value))]
         return value
 
     def _fitting(self, value: Any, annotation: Any, key: Key) -> Any:
+        options = typing.get_args(annotation) or (annotation,)
         try:
-            if isinstance(value, str) and _takes_time(annotation):
-                Time.from_timestring(value)
+            if isinstance(value, str):
+                _check_text(value, options)
             adapter = adapter_of(annotation)
             fitting = value if adapter is None else adapter.validate_python(value)
         except ValidationError as error:
-            problems = dict.fromkeys(each["msg"] for each in error.errors(include_url=False, include_context=False))
-            raise self._recipe.error(key, f"{value!r} does not fit: {'; or '.join(list(problems)[:3])}.") from None
-        except ValueError as error:
+            told = error.errors(include_url=False, include_context=False)
+            # Objects of classes are built by `_target_`, which is not what was meant here.
+            told = [each for each in told if each["type"] != "is_instance_of"] or told
+            problems = list(dict.fromkeys(each["msg"] for each in told))[:3]
+            if any(map(_is_time, options)):
+                problems = ["it must be a time with a unit, such as '10ep' or '20ba'"]
+            raise self._recipe.error(key, f"{value!r} does not fit: {'; or '.join(problems)}.") from None
+        except (TypeError, ValueError) as error:
             raise self._recipe.error(key, str(error)) from None
         if (
             isinstance(value, bool | str)
@@ -309,6 +319,8 @@ def _is_harmless(found: Any) -> bool:
         return False
     for path in _HARMLESS:
         module, _, name = path.partition(":")
+        if name == "Dataset" and found.__module__.startswith("transformers."):
+            continue  # TextDataset and others of transformers 4 unpickle files
         # If nothing has imported it, nothing derives from it.
         if module in sys.modules and issubclass(found, getattr(sys.modules[module], name)):
             return True
@@ -363,9 +375,18 @@ def _plain(name: str) -> str:
     return "".join(words)
 
 
-def _takes_time(annotation: Any) -> bool:
-    options = typing.get_args(annotation) or (annotation,)
-    return any(option is Time or typing.get_origin(option) is Time for option in options)
+def _is_time(option: Any) -> bool:
+    return option is Time or typing.get_origin(option) is Time
+
+
+def _check_text(text: str, options: Sequence[Any]) -> None:
+    """Raise a `ValueError` if text is not a time or a member, where the types are `str` and one of these."""
+    for option in options:
+        if _is_time(option):
+            Time.from_timestring(text)
+        elif inspect.isclass(option) and issubclass(option, StringEnum):
+            with warnings.catch_warnings(action="ignore"):  # about older names, which the constructor repeats
+                option(text)
 
 
 def adapter_of(annotation: Any) -> "TypeAdapter[Any] | None":
@@ -380,7 +401,8 @@ def adapter_of(annotation: Any) -> "TypeAdapter[Any] | None":
 def _adapter(annotation: Any) -> "TypeAdapter[Any] | None":
     if annotation is Any:
         return None
-    for config in (ConfigDict(arbitrary_types_allowed=True), None):  # some classes have their own configuration
+    # Some classes have their own configuration.
+    for config in (ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False), None):
         try:
             return TypeAdapter(annotation, config=config)
         except PydanticUserError:

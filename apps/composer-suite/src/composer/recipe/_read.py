@@ -64,7 +64,7 @@ class Recipe:
 
     def error(self, key: Key, problem: str) -> RecipeError:
         """Return an error about a value."""
-        return RecipeError(f"{self.place(key)}: {spell(key)}{': ' if key else ''}{problem}")
+        return RecipeError(f"{self.place(key)}: {spell(key)}{': ' if key else ''}{problem}".rstrip())
 
 
 def read(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -179,8 +179,11 @@ def _parse(text: str, source: str, places: dict[Key, str], *, first: Key = ()) -
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         return None if node is None else _Reader(source, places).value(node, first, ())
     except yaml.MarkedYAMLError as error:
-        line = 1 if error.problem_mark is None else error.problem_mark.line + 1
-        raise RecipeError(f"{_at(source, line)}: {error.problem}.") from None
+        # The start of what does not end, such as a quote.
+        mark = error.context_mark if str(error.context).startswith("while scanning") else None
+        mark = mark or error.problem_mark
+        hint = " Indent with spaces." if "'\\t'" in str(error.problem) else ""
+        raise RecipeError(f"{_at(source, 1 if mark is None else mark.line + 1)}: {error.problem}.{hint}") from None
     except yaml.YAMLError as error:  # characters that YAML does not allow
         raise RecipeError(f"{source}: {str(error).splitlines()[0]}.") from None
     except RecursionError:
@@ -284,7 +287,7 @@ def _override(values: dict[str, Any], places: dict[Key, str], override: str) -> 
         if depth == len(key) - 1:
             members[part] = _parse(text, _OVERRIDE, places, first=key)
         elif isinstance(parent, dict) and members.get(part) is None:
-            members[part] = {}
+            members[part], places[key[: depth + 1]] = {}, _OVERRIDE
         parent = members[part]
 
 

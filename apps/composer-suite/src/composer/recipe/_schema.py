@@ -1,6 +1,8 @@
 """The JSON Schema of recipes."""
 
 import inspect
+import types
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
@@ -12,6 +14,7 @@ from composer.recipe._plan import GIVEN, OWN
 from composer.recipe._read import RENAMED
 from composer.trainer import Trainer
 from composer_events.evaluator import Evaluator
+from composer_time import StringEnum
 
 _REFERENCE = {"type": "string", "pattern": r"\$\{.+\}"}
 
@@ -66,6 +69,11 @@ def _arguments(target: Callable[..., Any], given: Sequence[str]) -> dict[str, An
 
 def _type(annotation: Any) -> dict[str, Any]:
     """Return the schema of a type; `{}` where it has values that JSON has not, which a recipe builds by name."""
+    options = typing.get_args(annotation) or (annotation,)
+    enums = [each for each in options if inspect.isclass(each) and issubclass(each, StringEnum)]
+    if enums:
+        names = [member.value for each in enums for member in each]
+        return {"anyOf": [{"enum": [*names, *([None] if types.NoneType in options else [])]}, _REFERENCE]}
     try:
         adapter = adapter_of(annotation)
         schema = {} if adapter is None else adapter.json_schema()

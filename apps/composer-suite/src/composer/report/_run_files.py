@@ -20,8 +20,8 @@ import torch
 from composer.loggers._service_queue import Snapshot, as_number
 from composer.loggers._text_output import to_plain
 from composer.loggers.file_logger import KeptFile
-from composer.trainer._rank_sync import TOTAL
-from composer_dist.progress import progress_recorder
+from composer_dist.attempts import write_attempt_of_rank
+from composer_dist.progress import VARIABLE, progress_recorder
 from composer_events.event import Event
 from composer_events.state import State
 
@@ -183,8 +183,51 @@ class StepTime:
         self._since = now
 
 
+_PART_OF: Final = {
+    "waiting for data": "data",
+    "preparing the batch": "train",
+    "forward": "train",
+    "loss": "train",
+    "backward": "backward",
+    "after backward": "callbacks",
+    _OPTIMIZER: "optimizer",
+    "callbacks": "callbacks",
+    "evaluation": "evaluation",
+    "checkpoints": "checkpoint",
+}
+
+
+class OwnAttempt:
+    """The record of this process's attempt at the run, where no launcher keeps it."""
+
+    def __init__(self) -> None:
+        self._started_s = time.time()
+        self._first_batch: int | None = None
+        self._before: dict[str, float] = {}
+
+    def start(self, batch: int, seconds: Mapping[str, float]) -> None:
+        """Start to count at a batch, with the seconds of the step so far, which earlier attempts may have spent."""
+        if self._first_batch is None:
+            self._first_batch, self._before = batch, dict(seconds)
+
+    def write(self, folder: Path, batch: int, seconds: Mapping[str, float], status: str) -> None:
+        """Write the record, once training has started, unless a launcher does."""
+        is_launched = VARIABLE in os.environ and progress_recorder() is not None
+        if is_launched or self._first_batch is None:
+            return
+        parts: dict[str, float] = {}
+        for name, spent in seconds.items():
+            part = _PART_OF.get(name, "between")
+            parts[part] = parts.get(part, 0.0) + max(0.0, spent - self._before.get(name, 0.0))
+        ending = "stopped" if status == "stopped early" else status
+        with suppress(OSError):  # `FactFiles` warns of a disk that cannot be written
+            write_attempt_of_rank(folder, self._started_s, (self._first_batch, batch), parts, ending)
+
+
 def _note_loss(line: Mapping[str, Any]) -> None:
     """Record the loss of a line for the launcher: here its value has arrived on the host."""
+    from composer.trainer._rank_sync import TOTAL  # not at the top: the Trainer imports this module
+
     loss, recorder = line["metrics"].get(TOTAL), progress_recorder()
     if recorder is not None and isinstance(loss, float):
         recorder.note_loss(loss, line["batch"])

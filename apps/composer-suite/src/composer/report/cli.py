@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from composer.report._goodput import summarize
 from composer.report.runs import describe_runs, write_described
 
 __all__ = ["main"]
@@ -36,6 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if asked.json:
         sys.stdout.write(json.dumps(described, indent=1) + "\n")
         return 0
+    for run in described["runs"]:
+        if run["goodput"]:
+            sys.stdout.write(f"{run['name']}: {summarize(run['goodput'])}\n")
     output = Path(asked.output or Path(asked.folders[0]) / "report.html")
     try:
         path = write_described(described, output)

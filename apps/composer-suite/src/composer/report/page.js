@@ -93,24 +93,64 @@ function legend(onView) {
   return make("div", { class: "runs", role: "group", "aria-label": "runs" }, button("all", true), button("none", false), ...labels);
 }
 
-function stepTimes() {
-  const parts = [...new Set(data.runs.flatMap((run) => Object.keys(run.times.step ?? {})))];
-  if (!parts.length) return [make("p", { class: "faint" }, "No times were recorded.")];
-  const seconds = (run, part) => (run.times.step ?? {})[part] ?? 0;
-  const total = (run) => Object.values(run.times.step ?? {}).reduce((sum, each) => sum + each, 0);
+// A bar for each run and a table with the share and the seconds of each part.
+function shares(id, parts, timesOf) {
+  const seconds = (run, part) => timesOf(run)[part] ?? 0;
+  const total = (run) => Object.values(timesOf(run)).reduce((sum, each) => sum + each, 0);
   const share = (run, part) => (total(run) ? (100 * seconds(run, part)) / total(run) : 0);
   const bar = (run) => make("div", { class: "bar" }, ...parts.map((part, index) =>
     make("div", { style: `width:${share(run, part)}%;background:${colorOf(index)}`, title: `${part}: ${share(run, part).toFixed(1)} %` })));
   const bars = data.runs.map((run, index) => make("div", { class: "bar-row" }, data.runs.length > 1 ? make("div", {}, dot(index), short(run.name)) : null, bar(run)));
   const rows = parts.map((part, index) => make("tr", {}, ...cells(make("div", { class: "part" }, dot(index), part),
     ...data.runs.map((run) => make("span", { class: "part" }, `${share(run, part).toFixed(1)} %`, make("span", { class: "faint" }, ` ${seconds(run, part).toFixed(2)} s`))))));
+  return make("div", { class: "wide", id }, ...bars,
+    make("div", { class: "scroll", tabindex: 0 }, table(["part", ...data.runs.map((run) => run.name)], rows)));
+}
+
+function stepTimes() {
+  const timesOf = (run) => run.times.step ?? {};
+  const parts = [...new Set(data.runs.flatMap((run) => Object.keys(timesOf(run))))];
+  if (!parts.length) return [make("p", { class: "faint" }, "No times were recorded.")];
   const note = make("p", { class: "faint" }, "Measured by the host's clock, which counts a device's time where the host waits for it. "
     + "Each part includes the algorithms and callbacks of the event that ends it: "
     + "waiting for data those of batch_start, preparing the batch those of before_forward, forward those of after_forward, "
     + "loss those of after_loss, backward those of after_backward, after backward those of after_train_batch. "
     + "Optimizer is its step; callbacks are those of batch_end, with the metrics, the logging and the schedulers before them.");
-  return [make("div", { class: "wide", id: "step-times" }, ...bars,
-    make("div", { class: "scroll", tabindex: 0 }, table(["part", ...data.runs.map((run) => run.name)], rows))), note];
+  return [shares("step-times", parts, timesOf), note];
+}
+
+// Where the time of the runs went, over all attempts, and the time of their ranks.
+function goodput() {
+  if (!data.runs.some((run) => run.goodput)) return [];
+  const timesOf = (run) => run.goodput?.seconds ?? {};
+  const parts = [...new Set(data.runs.flatMap((run) => Object.keys(timesOf(run))))].filter((part) => data.runs.some((run) => timesOf(run)[part] > 0));
+  const lines = data.runs.flatMap((run, index) => {
+    if (!run.goodput) return [];
+    const { share, total_s: total, num_attempts: attempts, num_launches: launches, between_launches_s: between, lost_batches: lost } = run.goodput;
+    const more = [attempts > 1 ? `${attempts} attempts` : "", lost ? `${lost.toLocaleString("en")} batches trained again` : "",
+      launches > 1 ? `not running for ${elapsed(between)} between ${launches} launches, which does not count` : ""].filter(Boolean);
+    return [make("p", {}, data.runs.length > 1 ? dot(index) : null, data.runs.length > 1 ? `${short(run.name)}: ` : null,
+      make("b", {}, `${(100 * share).toFixed(1)} %`), ` of ${elapsed(total)} trained`, ...more.map((text) => `; ${text}`))];
+  });
+  const note = make("p", { class: "faint" }, "Measured by the host's clock of rank 0, from the start of the processes. "
+    + "Training is forward, loss, backward and the optimizer's step, with the waits for other ranks in them.");
+  return [...lines, shares("goodput-shares", parts, timesOf), note, ...ranksOfRuns()];
+}
+
+function ranksOfRuns() {
+  const names = { train: "forward and loss", backward: "backward, with waits for other ranks", collective: "waits for other ranks elsewhere", checkpoint: "checkpoints" };
+  const milliseconds = (seconds) => make("span", { class: "part" }, `${exact(1000 * seconds, 3)} ms`);
+  return data.runs.flatMap((run, index) => {
+    const { ranks = {}, stragglers = [], num_compared: compared = 0, world_size: size = 0 } = run.goodput ?? {};
+    if (compared < 2 || !Object.keys(ranks).length) return [];
+    const rows = Object.entries(ranks).map(([part, { min, median, max, slowest_rank: slowest }]) =>
+      make("tr", {}, ...cells(names[part] ?? part, milliseconds(min), milliseconds(median), milliseconds(max), String(slowest))));
+    const told = stragglers.map((each) => make("p", { class: "bad" }, `Rank ${each.rank} (${each.host}) was slow at batch ${each.batch.toLocaleString("en")}: `
+      + `${names[each.cause] ?? each.cause} took ${exact(1000 * each.seconds, 3)} ms of each of its batches, ${exact(1000 * each.others, 3)} ms on the other ranks.`));
+    const title = size > compared ? `Time per batch of ${compared} of ${size} ranks, those of rank 0's node` : `Time per batch of ${compared} ranks`;
+    return [make("h3", {}, data.runs.length > 1 ? dot(index) : null, data.runs.length > 1 ? `${run.name}: ` : null, title), ...told,
+      make("div", { class: "wide ranks" }, table(["part", "least", "median", "most", "on rank"], rows))];
+  });
 }
 
 function profiledEvents() {
@@ -225,6 +265,7 @@ function show() {
   const holders = { first: make("div", { id: "curves" }), second: make("div", { id: "more-curves" }) };
   const timeline = timelines(), profiled = profiledEvents(), files = traces();
   const middle = [
+    ["goodput", "Goodput", "Goodput", goodput()],
     ["step-time", "Where the time of a step goes", "Time of a step", stepTimes()],
     ["profiled", "Profiled events, algorithms and callbacks", "Profiled events", profiled],
     ["timeline", "Which algorithm acted when", "Timeline", timeline],

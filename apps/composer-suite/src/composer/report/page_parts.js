@@ -49,11 +49,13 @@ const bytes = (size) => {
   const power = size ? Math.min(4, Math.floor(Math.log2(size) / 10)) : 0;
   return `${(size / 2 ** (10 * power)).toFixed(power ? 1 : 0)} ${["B", "KiB", "MiB", "GiB", "TiB"][power]}`;
 };
+const elapsed = (seconds) => {
+  const [days, ...parts] = [seconds / 86400, (seconds / 3600) % 24, (seconds / 60) % 60, seconds % 60].map(Math.floor);
+  return (days ? `${days} d ` : "") + parts.map((part) => String(part).padStart(2, "0")).join(":");
+};
 const duration = (status) => {
   const seconds = Math.floor((Date.parse(status.updated) - Date.parse(status.started)) / 1000);
-  if (!Number.isFinite(seconds)) return "";
-  const [days, ...clock] = [seconds / 86400, (seconds / 3600) % 24, (seconds / 60) % 60, seconds % 60].map(Math.floor);
-  return (days ? `${days} d ` : "") + clock.map((part) => String(part).padStart(2, "0")).join(":");
+  return Number.isFinite(seconds) ? elapsed(seconds) : "";
 };
 const short = (name) => (name.length > 40 ? `${name.slice(0, 39)}…` : name);
 const dot = (index) => make("span", { class: "dot", style: `background:${colorOf(index)}` });

@@ -18,6 +18,7 @@ from composer.report._run_files import (
     Acting,
     FactFiles,
     MetricLines,
+    OwnAttempt,
     StepTime,
     profiler_times,
     saved_checkpoints,
@@ -27,6 +28,7 @@ from composer.report._settings import environment, fit_settings, script_facts, t
 from composer.report.runs import ACTING, CONFIG, METRICS, STATUS, TIMES, now_at, read_json
 from composer_checkpoint.lock import FolderInUseError, FolderLock
 from composer_dist import get_global_rank
+from composer_dist.attempts import FILE as ATTEMPTS
 from composer_dist.progress import progress_recorder
 from composer_events.arguments import check_counts, check_flags
 from composer_events.event import Event
@@ -69,6 +71,7 @@ class RunRecorder(LoggerDestination):
     | `acting.json` | which algorithm acted on which event, in which batches |
     | `times.json` | durations of the parts of a step, and the table of a profiler's `EventRecorder` |
     | `status.json` | running, finished, stopped early or failed, and why; checkpoints and traces |
+    | `attempts.json` | how the time of each attempt at the run was spent; written by the launcher if there is one |
     | `report.html` | the page, at the end |
 
     Only rank 0 writes. Values that a device is still computing are written once they are available, without
@@ -127,6 +130,7 @@ class RunRecorder(LoggerDestination):
         self._settings: dict[str, Any] = {}
         self._acting = Acting()
         self._time = StepTime()
+        self._attempt = OwnAttempt()
         self._started = datetime.datetime.now(datetime.UTC).isoformat()
         self._saved_earlier: list[str] = []
         self._earlier: dict[str, Any] = {}  # status file of the resumed run
@@ -263,6 +267,7 @@ class RunRecorder(LoggerDestination):
         self._planned, self._known_reasons = (state.max_duration if has_time else None), frozenset(stop_reasons(state))
         self._reason = self._failure = self._cause = None
         self._settings |= fit_settings(state)
+        self._attempt.start(state.timestamp.num_batches, self._time.seconds)
         self._flush("running")
 
     def batch_end(self, state: State, logger: Logger) -> None:
@@ -356,6 +361,8 @@ class RunRecorder(LoggerDestination):
             raise FileExistsError(f"{str(folder)!r} belongs to a run that has not ended: {error}") from error
         self._lines = MetricLines(folder / METRICS, is_continued=self.is_resuming)
         self._state, self._folder, self._facts = state, folder, FactFiles(folder)
+        if not self.is_resuming:
+            (folder / ATTEMPTS).unlink(missing_ok=True)
         if (recorder := progress_recorder()) is not None:
             recorder.note_folder(folder)
         if self.is_resuming:
@@ -401,6 +408,7 @@ class RunRecorder(LoggerDestination):
         paths = dict.fromkeys([*self._saved_earlier, *saved_checkpoints(state)])
         write(CONFIG, self._settings | self._config)  # values logged by the script take precedence
         write(ACTING, self._acting.as_dict())
+        self._attempt.write(self.folder, state.timestamp.num_batches, self._time.seconds, status)
         write(TIMES, {"step": self._time.seconds, "profiler": profiler_times(state)})
         write(
             STATUS,

@@ -14,6 +14,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, cast
 
+from composer.report._goodput import goodput
+from composer_dist.attempts import read_attempts
+
 __all__ = ["Checkpoint", "Curve", "Run", "describe_runs", "read_run", "write_page"]
 
 CONFIG, METRICS, ACTING, TIMES, STATUS = "config.json", "metrics.jsonl", "acting.json", "times.json", "status.json"
@@ -56,6 +59,7 @@ class Run:
     checkpoints: list[Checkpoint]
     traces: list[str] = field(default_factory=list[str])
     num_bad_lines: int = 0
+    attempts: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
 
 
 def read_run(folder: str | os.PathLike[str], *, verify: bool = False) -> Run:
@@ -90,6 +94,7 @@ def read_run(folder: str | os.PathLike[str], *, verify: bool = False) -> Run:
         ],
         traces=_traces(folder, status),
         num_bad_lines=num_bad_lines,
+        attempts=read_attempts(folder),
     )
 
 
@@ -222,6 +227,7 @@ def _describe(run: Run, max_points: int) -> dict[str, Any]:
         ],
         "traces": run.traces,
         "num_bad_lines": run.num_bad_lines,
+        "goodput": goodput(run.attempts),
     }
 
 

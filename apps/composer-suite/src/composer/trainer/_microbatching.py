@@ -22,13 +22,13 @@ from composer_dist.strategy import Strategy
 from composer_events.batches import ensure_tuple
 from composer_events.data_spec import DataSpec, default_split_batch, size_of_batches
 from composer_events.state import State
+from composer_models.targets import IGNORED
 
 _AUTO = "auto"
 _COUNTED = (
     "train_dataloader=DataSpec(dataloader, get_num_tokens_in_batch=count), where count(batch) returns "
     "{'total': ..., 'loss_generating': ...}."
 )
-_IGNORED = -100  # the default `ignore_index` of torch's losses and of transformers
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ def check_token_weights(num_tokens: int | float, microbatches: Sequence[Any], da
     if any(map(_has_ignored_labels, microbatches)):
         warnings.warn(
             f"accumulate_train_batch_on_tokens=True counts all tokens of a microbatch, also those with the label "
-            f"{_IGNORED}, which enter no loss. Count them separately: {_COUNTED}",
+            f"{IGNORED}, which enter no loss. Count them separately: {_COUNTED}",
             stacklevel=user_stacklevel(),
         )
 
@@ -134,9 +134,7 @@ def _has_ignored_labels(batch: Any) -> bool:
     parts = ensure_tuple(batch) if isinstance(batch, (Mapping, list, tuple)) else ()
     labels = [part for part in parts if isinstance(part, torch.Tensor) and part.dtype in (torch.int32, torch.int64)]
     # Sparse and nested tensors do not support the comparison.
-    return any(
-        each.layout is torch.strided and not each.is_nested and bool((each == _IGNORED).any()) for each in labels
-    )
+    return any(each.layout is torch.strided and not each.is_nested and bool((each == IGNORED).any()) for each in labels)
 
 
 def _not_positive(size: Any) -> str:

@@ -80,6 +80,9 @@ class HealthServer(ThreadingMixIn, WSGIServer):
             self.shutdown()
         self.server_close()
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Leave clients that send nothing or close the connection early out of the console."""
+
     def service_actions(self) -> None:
         """Take a sample of the throughput; called several times a second."""
         now = time.monotonic()

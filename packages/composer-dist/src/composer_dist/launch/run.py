@@ -24,6 +24,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+from composer_dist.launch.account import Account
 from composer_dist.launch.args import (
     FAILURE_TIMEOUT_S,
     SIGNAL_TIMEOUT_S,
@@ -122,6 +123,7 @@ class Launch:
         self._signals = Signals(options.signals_to_handle)
         self._guardian = Guardian(new_launch_id())
         self._watch = Watch(HangTimeouts.parse(options.hang_timeout), self._logs.folder)
+        self._account = Account(self._guardian.launch_id)
         self.board: Board | None = None
         """The progress of the ranks, once they are started; a new one for each attempt."""
 
@@ -174,6 +176,7 @@ class Launch:
         for local_rank, pid in self._workers.pids.items():
             _log.info("Rank %s is PID %s: %s", envs[local_rank]["RANK"], pid, " ".join(commands[local_rank]))
         self._watch.begin(self.board, envs, self._workers.pids, self._meet_others(envs, connect))
+        self._account.begin(self.board, envs)
         return self._workers.pids
 
     def _meet_others(self, envs: dict[int, dict[str, str]], connect: "Callable[[], Store]") -> Nodes | None:
@@ -195,6 +198,7 @@ class Launch:
         if not has_failed and not self.is_done and (verdict := self._watch.look(self._workers.exit_codes)) is not None:
             has_failed = True
             self._workers.take_verdict(verdict)
+        self._account.look()
         self._logs.flush()
         return has_failed
 
@@ -218,6 +222,7 @@ class Launch:
             # First, since the copies of output end only when no process writes any more.
             self._leftovers += self._guardian.sweep(spare_detached=is_fine)
             self._logs.stop_copies()
+            self._account.end(has_failed=bool(failures), is_hang=workers.has_verdict, is_stopped=signum is not None)
         if self._options.is_elastic:
             self._signals.catch_up()
 
@@ -282,6 +287,7 @@ class Launch:
         self._guardian.close()
         self._closing.close()
         self._watch.close(workers.exit_codes if workers else None)
+        self._account.end(has_failed=self.status != 0)
         self._close_board()
         folder = self._logs.close(failed=self._has_failed_before or (self.status != 0 and workers is not None))
         if self._leftovers:

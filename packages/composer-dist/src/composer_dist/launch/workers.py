@@ -122,8 +122,8 @@ class Workers:
 
     @property
     def exit_codes(self) -> dict[int, int]:
-        """The exit code of each local rank that has ended."""
-        return {local_rank: code for local_rank, (code, _) in self._exits.items()}
+        """The exit code of each local rank that has ended; also from another thread."""
+        return {local_rank: code for local_rank, (code, _) in list(self._exits.items())}
 
     @property
     def has_verdict(self) -> bool:

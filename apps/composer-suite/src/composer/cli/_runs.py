@@ -1,0 +1,135 @@
+"""The runs of a sweep, each in a folder of its own, which tells whether it has finished."""
+
+import datetime
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from composer.report.runs import CONFIG, METRICS, STATUS, read_json, write_page
+from composer_dist.launch.args import parse_options
+from composer_dist.launch.main import main as launch
+from composer_dist.launch.topology import child_command
+
+if TYPE_CHECKING:
+    from composer.recipe import Plan
+
+_DONE = ("finished", "stopped early")
+
+
+class Sweep:
+    """The runs of one recipe, in one folder.
+
+    Args:
+        command: The arguments of the launcher, the recipe, and its arguments.
+
+    Attributes:
+        arguments: The arguments of the recipe.
+        folder: The folder of the runs.
+
+    Raises:
+        ValueError: If the command runs no recipe, or without folders of runs.
+    """
+
+    def __init__(self, command: Sequence[str]) -> None:
+        options = parse_options(command)
+        recipe = options.training_script
+        if not recipe.endswith((".yaml", ".yml")):
+            raise ValueError(f"{recipe!r} must be a recipe, a file with the ending .yaml.")
+        if options.no_runs:
+            raise ValueError("--no-runs cannot be combined with a sweep, which compares the folders of its runs.")
+        num_before = len(command) - len(options.training_script_args)
+        self.folder = Path(options.runs or Path("runs", f"{Path(recipe).stem}-sweep"))
+        self.arguments = list(command[num_before:])
+        self._start = [*([] if options.runs else ["--runs", str(self.folder)]), *command[:num_before]]
+        self._interruptions = [128 + signal.Signals[name.strip()] for name in options.signals_to_handle.split(",")]
+
+    def command(self, changes: Sequence[str]) -> list[str]:
+        """Return the arguments of the launcher for a run."""
+        return [*self._start, *changes]
+
+    def plan(self, changes: Sequence[str]) -> "Plan":
+        """Return the checked recipe of a run.
+
+        Raises:
+            RecipeError: If it is not valid.
+        """
+        from composer.recipe.__main__ import parse  # loads torch
+
+        return parse(child_command(parse_options(self.command(changes)), os.environ)[1:])[0]
+
+    def finished(self, plan: "Plan") -> Path | None:
+        """Return the folder of a run that has finished with the same recipe, or `None`."""
+        name = str(plan.values["run_name"])
+        for folder, _ in _kept((self.folder / name).parent, name):
+            recipe = folder / "recipe.yaml"
+            if _is_done(folder) and recipe.is_file() and recipe.read_text(encoding="utf-8") == plan.text:
+                return folder
+        return None
+
+    def train(self, name: str, changes: Sequence[str], plan: "Plan") -> int:
+        """Train one run, and return its exit status. If it fails, its folder says so."""
+        sys.stdout.write(f"sweep: {name}\n")
+        sys.stdout.flush()
+        started = datetime.datetime.now(datetime.UTC).isoformat()
+        # In this process, so that signals reach the launcher and not only its parent.
+        if status := launch(self.command(changes)):
+            self._note(plan, status, started)
+        return status
+
+    def is_interruption(self, status: int) -> bool:
+        """Return whether an exit status is that of a signal which the launcher handles."""
+        return status in self._interruptions
+
+    def end(self, failed: Sequence[str], status: int = 0) -> int:
+        """Write the page, and return the exit status."""
+        if shown := self._shown():
+            sys.stdout.write(f"{write_page(shown, self.folder / 'report.html')}\n")
+        if failed:
+            sys.stderr.write(f"composer sweep: failed: {', '.join(failed)}. The same command trains what is missing.\n")
+        return status or (1 if failed else 0)
+
+    def _shown(self) -> list[Path]:
+        """Return the folders of all runs, without failed ones of which there is a later one."""
+        runs: dict[str, list[Path]] = {}
+        for folder, name in _kept(self.folder):
+            runs.setdefault(name, []).append(folder)
+        return [each for folders in runs.values() for each in folders if _is_done(each) or each == folders[-1]]
+
+    def _note(self, plan: "Plan", status: int, started: str) -> None:
+        """Write the failure of a run into its folder, which a run that was killed, or never began, does not."""
+        name = str(plan.values["run_name"])
+        folders = [folder for folder, _ in _kept((self.folder / name).parent, name)]
+        folder = next((each for each in folders if read_json(each / STATUS).get("updated", "") >= started), None)
+        if folder is None:
+            folder = self.folder / name
+            numbers = count(2)
+            while folder.exists():
+                folder = self.folder / f"{name}-{next(numbers)}"
+            folder.mkdir(parents=True)
+            (folder / METRICS).touch()
+            (folder / CONFIG).write_text(json.dumps({"run_name": name}))
+            (folder / "recipe.yaml").write_text(plan.text, encoding="utf-8")
+        facts = {"status": "running", "started": started, "updated": started, **read_json(folder / STATUS)}
+        if facts["status"] == "running":
+            facts["status"] = "failed"
+        facts["error"] = facts.get("error") or f"The run ended with exit status {status}. Its output has the cause."
+        (folder / STATUS).write_text(json.dumps(facts, indent=1))
+
+
+def _kept(folder: Path, name: str | None = None) -> Iterator[tuple[Path, str]]:
+    """Yield the folders of runs, the oldest first, with the names of the runs: those below, or here those of a name."""
+    found = [path.parent for path in folder.glob("**/config.json" if name is None else "*/config.json")]
+    for each in sorted(found, key=lambda each: str(read_json(each / STATUS).get("started"))):
+        own = str(read_json(each / CONFIG).get("run_name"))
+        if (each / METRICS).exists() and name in (None, own):
+            yield each, own
+
+
+def _is_done(folder: Path) -> bool:
+    status: Mapping[str, Any] = read_json(folder / STATUS)
+    return status.get("status") in _DONE and not status.get("error")

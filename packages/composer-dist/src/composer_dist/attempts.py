@@ -1,0 +1,92 @@
+"""The record of a run's attempts in its folder: how each one spent its time.
+
+A run that is started again, by its launcher or later on by a user, adds an attempt. The launcher writes the record if
+there is one, else rank 0. `composer report` computes the goodput of the run from it.
+
+Example:
+    >>> from tempfile import mkdtemp
+    >>> folder = mkdtemp()
+    >>> write_attempt_of_rank(folder, 1.8e9, (0, 50), {"train": 40.0, "data": 2.0}, "running")
+    >>> [(attempt["batch"], attempt["seconds"]["train"]) for attempt in read_attempts(folder)]
+    [(50, 40.0)]
+"""
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, cast
+
+__all__ = ["FILE", "read_attempts", "write_attempt", "write_attempt_of_rank"]
+
+FILE: Final = "attempts.json"
+"""The file in the folder of a run."""
+
+
+def read_attempts(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Return the attempts of a run in order of time; an empty list without a readable record.
+
+    Each has `launch` and `number`, which identify it; `started` and `updated` in seconds since 1970; `ending`:
+    `'running'`, `'finished'`, `'stopped'` by a signal, `'failed'` or `'hang'`; `first_batch` and `batch`, the batches
+    done at its start and its end; and `seconds` for each of `composer_dist.progress.PARTS` and for `'hang'`, the time
+    without progress before it failed. They add up to the time from `started` to `updated`. From a launcher it also has
+    `ranks`, the seconds per batch of its ranks, and `stragglers`.
+    """
+    try:
+        found: Any = json.loads(Path(folder, FILE).read_text(encoding="utf-8"))["attempts"]
+        attempts = [cast("dict[str, Any]", each) for each in found if _is_whole(each)]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):  # missing, or damaged by something else
+        return []
+    return sorted(attempts, key=lambda each: each["started"])
+
+
+def _is_whole(attempt: Any) -> bool:
+    numbers = [attempt["started"], attempt["updated"], attempt["first_batch"], attempt["batch"]]
+    numbers += attempt["seconds"].values() if isinstance(attempt["seconds"], dict) else [None]
+    return "launch" in attempt and all(isinstance(number, int | float) for number in numbers)
+
+
+def write_attempt(folder: str | os.PathLike[str], attempt: Mapping[str, Any]) -> None:
+    """Write an attempt to the record, in place of its earlier state. One process may do so at a time.
+
+    Raises:
+        OSError: If the file cannot be written.
+    """
+    own = attempt["launch"], attempt["number"]
+    others = [each for each in read_attempts(folder) if (each.get("launch"), each.get("number")) != own]
+    unfinished = Path(folder, f".{FILE}.unfinished")
+    unfinished.write_text(json.dumps({"version": 1, "attempts": [*others, attempt]}, indent=1), encoding="utf-8")
+    unfinished.replace(Path(folder, FILE))  # atomic, so that a kill leaves a whole file
+
+
+def write_attempt_of_rank(
+    folder: str | os.PathLike[str], started_s: float, batches: Sequence[int], seconds: Mapping[str, float], ending: str
+) -> None:
+    """Write the attempt of this process, which has no launcher.
+
+    Args:
+        folder: The folder of the run.
+        started_s: When it began, in seconds since 1970.
+        batches: The batches done at its start, and until now.
+        seconds: The time of each part, apart from `'start'`, which is the rest.
+        ending: As in `read_attempts`.
+
+    Raises:
+        OSError: If the file cannot be written.
+    """
+    now = max(started_s, time.time())
+    rest = max(0.0, now - started_s - sum(seconds.values()))
+    write_attempt(
+        folder,
+        {
+            "launch": f"{os.getpid()}-{started_s}",  # each process by itself, as others are not known to belong to it
+            "number": 0,
+            "started": started_s,
+            "updated": now,
+            "ending": ending,
+            "first_batch": batches[0],
+            "batch": batches[1],
+            "seconds": {"start": rest, **seconds},
+        },
+    )
