@@ -157,16 +157,18 @@ def test_the_launchers_of_two_nodes_agree_on_the_rank_that_is_stuck(launchers, t
     assert not (tmp_path / "1" / "hang.txt").exists()
 
 
-def test_a_node_is_not_blamed_while_another_one_makes_progress(launchers):
-    first, second = made = launchers("all_reduce", "load")
+@pytest.mark.parametrize("busy", [0, 1])
+def test_a_node_is_not_blamed_while_another_one_makes_progress(launchers, busy):
+    made = launchers("all_reduce", "load")
     began_s = time.monotonic()
 
     def is_enough(verdicts):
-        first.recorder.enter("before_forward")
+        made[busy].recorder.enter("before_forward")
         return verdicts or time.monotonic() - began_s > 7.0
 
     assert look_until(made, is_enough) == {}
-    assert second.watch.is_stalled({})
+    assert made[1 - busy].watch.is_stalled({})
+    assert made[0].nodes.asked == 0  # nor interrupted for its stack
 
 
 def test_a_node_without_the_store_decides_alone(launchers, monkeypatch):
