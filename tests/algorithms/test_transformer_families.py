@@ -263,3 +263,27 @@ def test_untied_output_layers_have_the_state_of_the_embeddings_and_their_own_wei
     loaded = type(model).from_pretrained(tmp_path)
     assert torch.equal(loaded(IDS).logits, model(IDS).logits)
     assert not loaded.config.tie_word_embeddings
+
+
+def with_logits_of_its_own(kind, **more):
+    config = getattr(transformers, f"{kind}Config")
+    sizes = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "max_position_embeddings": 16}
+    torch.manual_seed(0)
+    return getattr(transformers, f"{kind}ForCausalLM")(config(**sizes, pad_token_id=0, **more)).train()
+
+
+def test_heads_for_later_tokens_have_the_cap_that_a_model_applies_after_its_output_layer():
+    model = with_logits_of_its_own("Gemma2", final_logit_softcapping=0.5, initializer_range=1.0)
+    apply_multi_token_prediction(model)
+    logits = model(input_ids=IDS, labels=IDS).logits
+    of_heads = model.multi_token_heads.take_logits()
+    assert logits.abs().max() > 0.4
+    torch.testing.assert_close(of_heads, logits)  # the heads begin as the identity
+
+
+def test_heads_for_later_tokens_of_a_model_that_scales_its_logits_are_refused_by_name():
+    model = with_logits_of_its_own("Granite", logits_scaling=8.0)
+    with pytest.raises(ValueError, match=r"GraniteForCausalLM changes its logits .*logits_scaling=8\.0"):
+        apply_multi_token_prediction(model)
+    assert apply_multi_token_prediction(with_logits_of_its_own("Granite", logits_scaling=1.0)) == 1

@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
 import composer_algorithms.functional as cf
@@ -129,30 +128,6 @@ def test_a_cap_of_the_logits_holds_for_the_heads():
     model.model.wte.weight.data.mul_(1000)
     model(BATCH)
     assert model.multi_token_heads.take_logits().abs().max() <= 30
-
-
-def tiny(kind, **more):
-    config = getattr(transformers, f"{kind}Config")
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
-    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "max_position_embeddings": 8}
-    torch.manual_seed(0)
-    return getattr(transformers, f"{kind}ForCausalLM")(config(**sizes, pad_token_id=0, **more)).train()
-
-
-def test_heads_have_the_cap_that_a_model_of_transformers_applies_after_its_output_layer():
-    model = tiny("Gemma2", final_logit_softcapping=0.5, initializer_range=1.0)
-    cf.apply_multi_token_prediction(model)
-    logits = model(input_ids=IDS, labels=LABELS).logits
-    of_heads = model.multi_token_heads.take_logits()
-    assert logits.abs().max() > 0.4
-    torch.testing.assert_close(of_heads, logits)  # the heads begin as the identity
-
-
-def test_a_model_that_scales_its_logits_is_refused_by_name():
-    model = tiny("Granite", logits_scaling=8.0)
-    with pytest.raises(ValueError, match=r"GraniteForCausalLM changes its logits .*logits_scaling=8\.0"):
-        cf.apply_multi_token_prediction(model)
-    assert cf.apply_multi_token_prediction(tiny("Granite", logits_scaling=1.0)) == 1
 
 
 @pytest.mark.parametrize("coefficient", [0.0, 0.5])

@@ -209,7 +209,11 @@ INVALID = {
     "not in an allowed package": ("rows_of_recipes.Rows", "os.getcwd", r"recipe\.yaml:LINE: .*--allow os"),
     "imported by an allowed module": ("torch.nn.Linear,", "torch.nn.modules.linear.math.sqrt,", r"cannot be imported"),
     "a function of a library": ("torch.nn.Linear,", "torch.utils.data.default_collate,", r"LINE: .*must be a module"),
-    "a dataset of transformers": ("torch.nn.Linear,", "transformers.pipelines.pt_utils.KeyDataset,", "--allow tr"),
+    "a dataset of transformers": (
+        "torch.nn.Linear,",
+        "transformers.pipelines.pt_utils.KeyDataset,",
+        "--allow tr|No module",
+    ),
     "a class of another kind": ("torch.nn.Linear,", "torch.utils.data.Path,", r"LINE: .*cannot be imported"),
     "a program": ("lr_monitor:", "mlperf: {root_folder: x, index: 0, cache_clear_cmd: ls}", r"LINE: .*runs code"),
     "a boolean for a number": ("lr: ${variables.rate}", "lr: true", r"LINE: .*True does not fit"),

@@ -304,10 +304,7 @@ class Launch:
         try:
             from composer_dist.launch.health import HealthServer  # prometheus-client, an extra
         except ImportError as error:
-            raise CannotStartError(
-                f"--health-port={port} needs the package prometheus-client ({error}). Run `pip install "
-                "'composer-dist[health]'`."
-            ) from error
+            raise CannotStartError(str(error)) from error
         return HealthServer(host, port, self._snapshot)
 
     def _snapshot(self) -> "Snapshot":
