@@ -1,4 +1,4 @@
-"""What the launchers of several nodes tell each other about ranks without progress, through the store that they share.
+"""Exchange between the launchers of several nodes about ranks without progress, through the store that they share.
 
 Each launcher writes a short message every second: whether its ranks are without progress, and where they are. The
 launcher of rank 0 reads those of the others only while its own ranks are without progress. It then asks all of them
@@ -107,7 +107,7 @@ class Nodes:
         return self.refresh()
 
     def answer(self, number: int, answer: Message) -> None:
-        """Answer a request."""
+        """Send the answer to a request."""
         self._outgoing[f"stacks/{self._first}"] = json.dumps(answer | {"number": number})
         self._wake.set()
 

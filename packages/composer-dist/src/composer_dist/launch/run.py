@@ -278,11 +278,7 @@ class Launch:
         failures = workers.failures() if workers else []
         if workers is not None:
             workers.close()
-        if self._signals.followed is not None:
-            self.status = 128 + self._signals.followed
-        elif not (failed or self._failed):
-            stopped = workers.status_of_stop if workers else 0
-            self.status = failures[0].status if failures else stopped
+        self._set_status(failures, failed=failed)
         self._leftovers += self._guardian.sweep(spare_detached=self.status == 0)
         self._guardian.close()
         self._closing.close()
@@ -297,6 +293,13 @@ class Launch:
         elif folder is not None:
             level = logging.WARNING if self.status or self._has_failed_before else logging.INFO
             _log.log(level, "The logs are in %s", folder)
+
+    def _set_status(self, failures: Sequence[Ending], *, failed: bool) -> None:
+        if self._signals.followed is not None:
+            self.status = 128 + self._signals.followed
+        elif not (failed or self._failed):
+            stopped = self._workers.status_of_stop if self._workers else 0
+            self.status = failures[0].status if failures else stopped
 
     def _serve_health(self, host: str, port: int) -> "HealthServer":
         if not 0 < port < 2**16:

@@ -45,6 +45,11 @@ class View:
     is_unknown: bool = False
     calls: "Calls" = field(default_factory=dict[str, dict[int, dict[str, Any]]])
 
+    @property
+    def is_active(self) -> bool:
+        """Return whether it runs code outside collectives."""
+        return self.collective is None and self.phase != "between"
+
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "View":
         """Return the view from its fields after a conversion to JSON, whose keys are texts."""
@@ -104,12 +109,12 @@ def decide(views: Sequence[View]) -> Verdict:
     compared: different operations, shapes, or numbers of them.
     """
     running = [each for each in views if each.exit_code is None]
+    suspended = [each for each in running if each.is_suspended]
     unknown = [each for each in running if each.is_unknown]
     awake = [each for each in running if not each.is_suspended and not each.is_unknown]
-    gone = [*left(views), *(each for each in running if each.is_suspended)]
-    active = [each for each in awake if each.collective is None and each.phase != "between"]
+    active = [each for each in awake if each.is_active]
     # On a GPU, a rank that waits for its device is not inside a collective, which its device waits in.
-    if stuck := gone or [each for each in active if not _waits_for_another(each, views)] or unknown:
+    if stuck := left(views) + suspended or [each for each in active if not _waits_for_another(each, views)] or unknown:
         return _verdict(stuck, views)
     cause, minority = compare_collectives(awake)
     odd = [each for each in awake if each.rank in minority]

@@ -157,18 +157,18 @@ class Watch:
         if self._board is None or not self._is_on or not (waited or self._nodes):
             return None
         self._update(0.0, exits)
+        has_others = any(lr in self._tracks for lr in self._envs if lr not in failed)
         if self._nodes is not None:
             self._nodes.reads_all = True
             self._tell_nodes(exits)
-            if not self._nodes.refresh():
-                waited = waited and any(lr in self._tracks for lr in self._envs if lr not in failed)
-            elif self._nodes.verdict is not None:
+            is_answered = self._nodes.refresh()
+            if is_answered and self._nodes.verdict is not None:
                 return self._take(self._nodes)
-            elif any(each.exit_code == 0 and each.where != NOT_BEGUN for each in left(self._remembered())):
-                waited = True
-        elif not any(lr in self._tracks for lr in self._envs if lr not in failed):
+            waited |= is_answered and self._has_left_early()
+            has_others |= is_answered
+        if not (waited and has_others):
             return None
-        return self._judge(exits, failed, "error: a rank has failed because of another one.") if waited else None
+        return self._judge(exits, failed, "error: a rank has failed because of another one.")
 
     def compare_with_aborted(
         self, aborted: int, exits: Mapping[int, int], error_of: Callable[[int], Mapping[str, Any] | None]
@@ -229,6 +229,10 @@ class Watch:
         """Return the ranks of other nodes as far as their launchers' last messages describe them."""
         assert self._nodes is not None
         return [View.from_json(each) for node in self._nodes.others() for each in node.message["views"]]
+
+    def _has_left_early(self) -> bool:
+        """Return whether a rank of another node has ended without an error while others still trained."""
+        return any(each.exit_code == 0 and each.where != NOT_BEGUN for each in left(self._remembered()))
 
     def _is_stalled_anywhere(self, exits: Mapping[int, int]) -> bool:
         """Return whether no rank of any node makes progress, as far as this launcher decides it."""
@@ -305,8 +309,7 @@ class Watch:
             views += self._views_of_others(answers)
             for answer in answers.values():
                 texts |= {int(rank): text for rank, text in answer["texts"].items()}
-        may_compile = min((each.idle_s for each in views), default=0.0) < self._limits.of("compile")
-        if headline is None and may_compile and any(each.is_compiling for each in views):
+        if headline is None and self._may_compile(views):
             self._rests_until_s = time.monotonic() + _REST_S
             return None
         verdict = decide(views)
@@ -317,6 +320,10 @@ class Watch:
             self._tell_verdict(nodes, verdict, lines, exits)
         self._tell(lines, texts)
         return verdict
+
+    def _may_compile(self, views: Sequence[View]) -> bool:
+        idle_s = min((each.idle_s for each in views), default=0.0)
+        return idle_s < self._limits.of("compile") and any(each.is_compiling for each in views)
 
     def _views(
         self,
