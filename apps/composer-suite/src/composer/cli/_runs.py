@@ -10,6 +10,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from composer.cli._values import is_named
 from composer.report.runs import CONFIG, METRICS, STATUS, read_json, write_page
 from composer_dist.launch.args import parse_options
 from composer_dist.launch.main import main as launch
@@ -61,6 +62,26 @@ class Sweep:
         from composer.recipe.__main__ import parse  # loads torch
 
         return parse(child_command(parse_options(self.command(changes)), os.environ)[1:])[0]
+
+    def claim(self, name: str, changes: Sequence[str]) -> tuple[str, list[str], "Plan"]:
+        """Return the name of a run, its arguments, and its checked recipe.
+
+        The name gets a number if the folder has runs of that name with another recipe, whose checkpoints a run with
+        `autoresume` would continue from.
+
+        Raises:
+            RecipeError: If the recipe is not valid.
+        """
+        if is_named(changes):
+            return name, list(changes), self.plan(changes)
+        for number in count(1):
+            own = name if number == 1 else f"{name}-{number}"
+            arguments = [*changes, f"run_name={own}"]
+            plan = self.plan(arguments)
+            recipes = [folder / "recipe.yaml" for folder, _ in _kept((self.folder / own).parent, own)]
+            if all(each.read_text(encoding="utf-8") == plan.text for each in recipes if each.is_file()):
+                return own, arguments, plan
+        raise AssertionError
 
     def finished(self, plan: "Plan") -> Path | None:
         """Return the folder of a run that has finished with the same recipe, or `None`."""

@@ -78,9 +78,7 @@ class _Search:
             # From the number, so that a study that was interrupted chooses the same values.
             study.sampler = self._optuna.samplers.TPESampler(seed=len(study.trials))
             trial = study.ask(space)
-            name = _name(trial)
-            changes = [*fixed, *_spell(trial.params), f"run_name={name}"]
-            plan = self._sweep.plan(changes)
+            name, changes, plan = self._sweep.claim(_name(trial), [*fixed, *_spell(trial.params)])
             folder = self._sweep.finished(plan)
             status = 0 if folder else self._sweep.train(f"{name} {' '.join(_spell(trial.params))}", changes, plan)
             if self._sweep.is_interruption(status):

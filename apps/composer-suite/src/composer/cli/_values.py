@@ -11,15 +11,26 @@ _RANGE = re.compile(rf"({_NUMBER})\.\.({_NUMBER})")
 _NAMED = re.compile("run_name=")
 
 
+def is_named(changes: Sequence[str]) -> bool:
+    """Return whether the arguments of a run give its name."""
+    return any(map(_NAMED.match, changes))
+
+
 def named_runs(arguments: Sequence[str]) -> dict[str, list[str]]:
-    """Return the arguments of each run by a name, which is the name of the run unless the arguments give one."""
+    """Return the arguments of each run by a name.
+
+    Raises:
+        ValueError: If several runs are given one name.
+    """
     names: Counter[str] = Counter()
     runs: dict[str, list[str]] = {}
     for changes in dict.fromkeys(product(*map(_choices, arguments))):
         name = re.sub(r"[^\w.=-]+", "_", "-".join(each for each in changes if each not in arguments)) or "run"
         names[name] += 1
         name += f"-{names[name]}" if names[name] > 1 else ""
-        runs[name] = [*changes, *([] if any(map(_NAMED.match, changes)) else [f"run_name={name}"])]
+        runs[name] = list(changes)
+    if len(runs) > 1 and any(map(_NAMED.match, arguments)) and not any("run_name=" in name for name in runs):
+        raise ValueError("run_name= cannot be combined with several runs, which need different names. Leave it out.")
     return runs
 
 

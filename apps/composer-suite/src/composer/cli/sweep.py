@@ -60,19 +60,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _train_all(sweep: Sweep, *, dry_run: bool) -> int:
-    runs = named_runs(sweep.arguments)
-    plans = {name: sweep.plan(changes) for name, changes in runs.items()}  # errors before anything trains
-    missing = [name for name, plan in plans.items() if sweep.finished(plan) is None]
+    # Errors before anything trains.
+    runs = [sweep.claim(name, changes) for name, changes in named_runs(sweep.arguments).items()]
+    missing = [run for run in runs if sweep.finished(run[2]) is None]
     if len(missing) < len(runs):
         sys.stderr.write(f"composer sweep: finished already: {len(runs) - len(missing)} of {len(runs)} runs.\n")
     if dry_run:
-        sys.stdout.write("".join(f"composer {shlex.join(sweep.command(runs[name]))}\n" for name in missing))
+        sys.stdout.write("".join(f"composer {shlex.join(sweep.command(changes))}\n" for _, changes, _ in missing))
         return 0
     failed: list[str] = []
-    for name in missing:
-        status = sweep.train(name, runs[name], plans[name])
+    for name, changes, plan in missing:
+        status = sweep.train(name, changes, plan)
         if sweep.is_interruption(status):
             return sweep.end(failed, status)
-        if status:
+        if status or sweep.finished(plan) is None:
             failed.append(name)
     return sweep.end(failed)
