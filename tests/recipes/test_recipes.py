@@ -572,6 +572,24 @@ def test_a_doubtful_result_is_no_record(race, changed):
     assert "confidence: not a record." in race(**changed)[1]
 
 
+def test_a_log_is_replaced_by_a_whole_one_only(race, tmp_path):
+    before, _ = race()
+    with pytest.raises(ZeroDivisionError):
+        race(quality="1 / (3 - seed)")
+    assert json.loads((tmp_path / "log.json").read_text()) == before
+    assert json.loads((tmp_path / "log.json.unfinished").read_text())["seeds"] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("old", "new"), [('setup="-"', 'setup="other"'), ("target=0.8", "target=0.1")])
+def test_a_race_against_another_task_is_refused(race, tmp_path, monkeypatch, capsys, old, new):
+    race()
+    path = tmp_path / "small_2.py"
+    path.write_text((tmp_path / "small_1.py").read_text().replace(old, new))
+    monkeypatch.chdir(tmp_path)
+    assert main([str(path)]) == 2
+    assert "must have the same task" in capsys.readouterr().err
+
+
 def test_the_command_imports_what_lies_beside_a_recipe_and_in_the_working_directory(tmp_path):
     (tmp_path / "entries").mkdir()
     (tmp_path / "task_of_race.py").write_text(ENTRY.format(name="slow", seconds="10 + seed", quality="0.8"))

@@ -1,8 +1,12 @@
 """Where the time of a run went, from the record of its attempts."""
 
+import json
+import math
+
 import pytest
 
 from composer.report._goodput import goodput, summarize
+from composer_dist.attempts import FILE, read_attempts, write_attempt
 
 
 def attempt(started, updated, first_batch, batch, launch="a", **seconds):
@@ -53,3 +57,18 @@ def test_the_time_between_two_launches_is_not_part_of_the_run():
         "goodput 43.3 % of 30.0 s in 3 attempts; restarts 16.7 %, start 13.3 %, evaluation 6.7 %, no progress 6.7 %, "
         "waiting for data 3.3 %, callbacks 3.3 %, checkpoints 3.3 %, other 3.3 %"
     )
+
+
+def test_the_attempts_before_are_kept_beside_a_damaged_one_and_a_file_that_is_no_record_is_not_replaced(tmp_path):
+    for number in range(3):
+        write_attempt(tmp_path, attempt(number, number + 1, 0, 1, launch=str(number), train=1))
+    record = json.loads((tmp_path / FILE).read_text())
+    del record["attempts"][1]["batch"]
+    record["attempts"][2]["seconds"]["train"] = math.nan
+    (tmp_path / FILE).write_text(json.dumps(record))
+    write_attempt(tmp_path, attempt(9, 10, 0, 1, launch="9", train=1))
+    assert [each["launch"] for each in read_attempts(tmp_path)] == ["0", "9"]
+    (tmp_path / FILE).write_text("[")
+    write_attempt(tmp_path, attempt(11, 12, 0, 1, launch="11", train=1))
+    assert [each["launch"] for each in read_attempts(tmp_path)] == ["11"]
+    assert (tmp_path / f"{FILE}.damaged").read_text() == "["

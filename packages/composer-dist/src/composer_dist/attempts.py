@@ -12,6 +12,7 @@ Example:
 """
 
 import json
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -34,30 +35,47 @@ def read_attempts(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
     `ranks`, the seconds per batch of its ranks, and `stragglers`.
     """
     try:
-        found: Any = json.loads(Path(folder, FILE).read_text(encoding="utf-8"))["attempts"]
-        attempts = [cast("dict[str, Any]", each) for each in found if _is_whole(each)]
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):  # missing, or damaged by something else
+        found = _parse(Path(folder, FILE).read_text(encoding="utf-8"))
+    except (OSError, UnicodeError):
         return []
-    return sorted(attempts, key=lambda each: each["started"])
+    return sorted(found or [], key=lambda each: each["started"])
+
+
+def _parse(text: str) -> list[dict[str, Any]] | None:
+    """Return the attempts that are whole, or `None` if the file is not a record."""
+    try:
+        found: Any = json.loads(text)["attempts"]
+        return [cast("dict[str, Any]", each) for each in found if _is_whole(each)]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
 
 
 def _is_whole(attempt: Any) -> bool:
-    numbers = [attempt["started"], attempt["updated"], attempt["first_batch"], attempt["batch"]]
-    numbers += attempt["seconds"].values() if isinstance(attempt["seconds"], dict) else [None]
-    return "launch" in attempt and all(isinstance(number, int | float) for number in numbers)
+    if not isinstance(attempt, dict) or not isinstance(attempt.get("seconds"), dict) or "launch" not in attempt:
+        return False
+    known = cast("dict[str, Any]", attempt)
+    numbers = [*map(known.get, ("started", "updated", "first_batch", "batch")), *known["seconds"].values()]
+    return all(isinstance(number, int | float) and math.isfinite(number) for number in numbers)
 
 
 def write_attempt(folder: str | os.PathLike[str], attempt: Mapping[str, Any]) -> None:
     """Write an attempt to the record, in place of its earlier state. One process may do so at a time.
 
+    A file that is not a record is kept as `attempts.json.damaged`.
+
     Raises:
-        OSError: If the file cannot be written.
+        OSError: If the file cannot be read or written.
     """
-    own = attempt["launch"], attempt["number"]
-    others = [each for each in read_attempts(folder) if (each.get("launch"), each.get("number")) != own]
+    path, others = Path(folder, FILE), list[dict[str, Any]]()
+    if path.exists():
+        found = _parse(path.read_text(encoding="utf-8", errors="replace"))
+        if found is None:
+            path.replace(path.with_name(f"{FILE}.damaged"))
+        own = attempt["launch"], attempt["number"]
+        others = [each for each in found or () if (each["launch"], each.get("number")) != own]
     unfinished = Path(folder, f".{FILE}.unfinished")
     unfinished.write_text(json.dumps({"version": 1, "attempts": [*others, attempt]}, indent=1), encoding="utf-8")
-    unfinished.replace(Path(folder, FILE))  # atomic, so that a kill leaves a whole file
+    unfinished.replace(path)  # atomic, so that a kill leaves a whole file
 
 
 def write_attempt_of_rank(

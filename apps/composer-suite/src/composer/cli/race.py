@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
+from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -191,37 +192,52 @@ class Result:
         return is_reached and self.p < 1 - CONFIDENCE and self.ratio_bound < 1
 
 
-def race(entry: Entry, reference: Entry, seeds: Sequence[int]) -> dict[str, Any]:
+def race(
+    entry: Entry, reference: Entry, seeds: Sequence[int], write: Callable[[dict[str, Any]], object] = lambda log: None
+) -> dict[str, Any]:
     """Train both with each seed, and return the log: recipes with their source, versions, seeds and curves.
+
+    Args:
+        entry: The recipe.
+        reference: The record.
+        seeds: The seeds.
+        write: Called with the log after each seed.
 
     Raises:
         ValueError: If they have different tasks.
     """
-    if entry.task.name != reference.task.name:
-        raise ValueError(
-            f"{entry.path.name} is a recipe for {entry.task.name}, and {reference.path.name} one for "
-            f"{reference.task.name}. Pass a record of the same task with --against."
-        )
+    for name in ("name", "setup", "target", "is_better_higher"):
+        mine, other = (getattr(each.task, name) for each in (entry, reference))
+        if mine != other:
+            raise ValueError(
+                f"{entry.path.name} and {reference.path.name} must have the same task; the {name} of one is {mine!r}, "
+                f"of the other {other!r}. Pass a record of the same task with --against."
+            )
     import torch
 
     # CPU-seconds of several threads would count how long they wait for each other.
     torch.set_num_threads(1)
     curves: list[tuple[list[Point], list[Point]]] = []
+    log: dict[str, Any] = {}
     for seed in seeds:
         curves.append((reference.train(seed), entry.train(seed)))
         shown = [f"{seconds:.1f} s, {entry.task.format(quality)}" for (*_, (seconds, quality)) in curves[-1]]
         sys.stderr.write(f"seed {seed}: {reference.path.stem} {shown[0]}; {entry.path.stem} {shown[1]}\n")
-    return {
-        "task": entry.task.name,
-        "setup": entry.task.setup,
-        "target": entry.task.target,
-        "is_better_higher": entry.task.is_better_higher,
-        "machine": describe_machine(),
-        "versions": {name: version(name) for name in _VERSIONS if importlib.util.find_spec(name.replace("-suite", ""))},
-        "seeds": list(seeds),
-        "reference": _describe(reference, [pair[0] for pair in curves]),
-        "recipe": _describe(entry, [pair[1] for pair in curves]),
-    }
+        log = {
+            "task": entry.task.name,
+            "setup": entry.task.setup,
+            "target": entry.task.target,
+            "is_better_higher": entry.task.is_better_higher,
+            "machine": describe_machine(),
+            "versions": {
+                name: version(name) for name in _VERSIONS if importlib.util.find_spec(name.replace("-suite", ""))
+            },
+            "seeds": list(seeds)[: len(curves)],
+            "reference": _describe(reference, [pair[0] for pair in curves]),
+            "recipe": _describe(entry, [pair[1] for pair in curves]),
+        }
+        write(log)
+    return log
 
 
 def _describe(entry: Entry, curves: list[list[Point]]) -> dict[str, Any]:
@@ -293,13 +309,24 @@ def newest_record(entry: Entry) -> Path:
     Raises:
         ValueError: If the folder does not have one.
     """
-    files = {int(path.stem.rpartition("_")[2]): path for path in entry.path.parent.glob(f"{entry.task.name}_[0-9]*.py")}
+    found = {path: path.stem.rpartition("_")[2] for path in entry.path.parent.glob(f"{entry.task.name}_[0-9]*.py")}
+    files = {int(number): path for path, number in found.items() if number.isdecimal()}
     others = [number for number, path in files.items() if path.resolve() != entry.path.resolve()]
     if not others:
         raise ValueError(
             f"{entry.path.parent} must have a record, a file such as {entry.task.name}_0.py. Give one with --against."
         )
     return files[max(others)]
+
+
+def _free_path(folder: Path, name: str) -> Path:
+    """Return the path of a log that does not exist yet."""
+    names = (name if number == 1 else f"{name}-{number}" for number in count(1))
+    return next(path for each in names if not (path := folder / f"{each}.json").exists())
+
+
+def _write(path: Path, log: dict[str, Any]) -> None:
+    path.write_text(json.dumps(log, indent=1) + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -311,19 +338,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("recipe", type=Path, help="a Python file with TASK and RECIPE")
     parser.add_argument("--seeds", type=int, default=MIN_SEEDS, help="number of runs of both (default: %(default)s)")
     parser.add_argument("--against", type=Path, help="the recipe of the record (default: TASK_NUMBER.py beside it)")
-    parser.add_argument("--log", type=Path, help="where to write the log (default: runs/race/RECIPE.json)")
+    parser.add_argument(
+        "--log",
+        type=Path,
+        help="where to write the log (default: runs/race/RECIPE.json, or with a number if it exists)",
+    )
     options = parser.parse_args(arguments)
+    if options.seeds < 1:
+        parser.error("--seeds must be 1 or more.")
     try:
         _scipy_stats()  # before the models are trained
         entry = Entry.load(options.recipe)
         reference = Entry.load(options.against or newest_record(entry))
-        log = race(entry, reference, range(options.seeds))
-    except (ValueError, ImportError) as error:
+        path = options.log or _free_path(Path("runs", "race"), entry.path.stem)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Of the seeds so far, since a later one may fail; an existing log is replaced by a whole one only.
+        unfinished = path.with_name(f"{path.name}.unfinished")
+        unfinished.touch()  # an error before the models are trained
+        log = race(entry, reference, range(options.seeds), partial(_write, unfinished))
+        unfinished.replace(path)
+    except (ValueError, ImportError, OSError) as error:
         sys.stderr.write(f"composer race: error: {error}\n")
         return 2
-    path = options.log or Path("runs", "race", f"{entry.path.stem}.json")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(log, indent=1) + "\n")
     result = evaluate(log)
     sys.stdout.write(
         f"{entry.arm.name}: {median(result.seconds):.2f} CPU-s to {entry.task.format(entry.task.target)}, "

@@ -59,7 +59,7 @@ def keep(plan: Plan, trainer: Trainer) -> None:
 
     if dist.get_global_rank() == 0:
         for recorder in trainer.logger.destinations:
-            if isinstance(recorder, RunRecorder) and recorder.folder is not None:
+            if isinstance(recorder, RunRecorder) and recorder.has_folder:
                 Path(recorder.folder, "recipe.yaml").write_text(plan.text, encoding="utf-8")
 
 

@@ -151,6 +151,11 @@ class RunRecorder(LoggerDestination):
         self._ending = "finished"
 
     @property
+    def has_folder(self) -> bool:
+        """Return whether there is a folder, which can be written to."""
+        return self._folder is not None
+
+    @property
     def folder(self) -> Path:
         """The folder of the files.
 

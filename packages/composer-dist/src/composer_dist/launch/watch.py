@@ -304,7 +304,9 @@ class Watch:
         texts = self._texts(stacks)
         if nodes is not None:
             answers = self._await_answers(nodes, exits) if asked else {}
-            if headline is None and not all(answer["is_over"] for answer in answers.values()):
+            # If the store is only slow, the other nodes are not known.
+            is_known = asked or nodes.is_cut_off
+            if headline is None and not (is_known and _are_over(answers)):
                 return None
             views += self._views_of_others(answers)
             for answer in answers.values():
@@ -446,3 +448,7 @@ def _by_text(found: Mapping[int, str]) -> list[str]:
     for rank, what in sorted(found.items()):
         ranks.setdefault(what, []).append(rank)
     return [f"{'each of ' if len(same) > 1 else ''}{join_ranks(same)} {what}" for what, same in ranks.items()]
+
+
+def _are_over(answers: Mapping[int, Mapping[str, Any]]) -> bool:
+    return all(answer["is_over"] for answer in answers.values())
