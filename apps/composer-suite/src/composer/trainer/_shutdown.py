@@ -114,11 +114,12 @@ class StopAgreement:
         """Block until any rank is asked to stop; return `False` if training on this rank ends first."""
         while not self._is_over.is_set():
             asked = self._ask()
-            if asked is not None:
-                store.compare_set("request", "", str(asked))  # the first one counts
-            if store.check(["request"]):
-                self.request = int(store.get("request"))
-                return True
+            with _no_fork:
+                if asked is not None:
+                    store.compare_set("request", "", str(asked))  # the first one counts
+                if store.check(["request"]):
+                    self.request = int(store.get("request"))
+                    return True
             self._is_over.wait(_POLL_S)
         return False
 
@@ -147,6 +148,12 @@ class StopAgreement:
                 raise _NoAnswerError(f"{key!r} was not written")
             time.sleep(_ANSWER_POLL_S)
         return store.get(key).decode()
+
+
+# A worker of a dataloader that is forked while a thread is inside the store may wait for a C++ lock for ever.
+_no_fork = threading.Lock()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_no_fork.acquire, after_in_parent=_no_fork.release, after_in_child=_no_fork.release)
 
 
 class _NoAnswerError(Exception):
