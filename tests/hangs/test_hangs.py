@@ -1,6 +1,7 @@
 """Runs in which one rank gets stuck, and what the launcher says about it."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -40,7 +41,8 @@ def test_a_rank_that_gloo_aborts_for_the_shape_of_another_one_is_told_with_both_
     ended = _launch(tmp_path, "shape")
     assert ended.returncode == 128 + 6, ended.stderr
     assert "doesn't match expected size" in ended.stderr  # in Gloo's words
-    assert "rank 0 was aborted in the collectives of the backward pass after before_backward of batch 5" in ended.stderr
+    # By a thread of Gloo, wherever the main thread is when the data comes.
+    assert re.search("rank 0 was aborted (in .*)?(on|after) .* of batch 5. Gloo (does|may do) so if", ended.stderr)
     assert "The others: rank 1 called all_reduce number" in ended.stderr
     assert "of Float [1000] (" in ended.stderr
 

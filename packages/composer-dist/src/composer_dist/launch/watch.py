@@ -23,6 +23,7 @@ _LOOK_S = 0.2
 _LONGEST_STEP_S = 2.0  # a launcher that was itself suspended must not count that time
 _ANSWER_S = 2.0
 _NODES_ANSWER_S = 12.0
+_ERRORS_S = 3.0
 _NODES_SEE_S = 3.0
 _MOST_CHARACTERS = 64 * 1024  # of one rank's stacks, in what other nodes read
 # Seconds in `auto`, at least. A first batch may compile and load; a save and an evaluation depend on their size.
@@ -173,9 +174,10 @@ class Watch:
     def compare_with_aborted(
         self, aborted: int, exits: Mapping[int, int], error_of: Callable[[int], Mapping[str, Any] | None]
     ) -> str | None:
-        """Return what the ranks called, if a rank was aborted inside a collective, or `None`.
+        """Return what the ranks called, if Gloo can have aborted a rank, or `None`.
 
-        Gloo aborts a rank that gets more data than the shape of its tensor has room for.
+        It aborts a rank that gets more data than the shape of its tensor has room for, in a thread of its own: the
+        main thread need not have come to the collective's end yet.
 
         Args:
             aborted: The local rank.
@@ -183,12 +185,21 @@ class Watch:
             error_of: Returns the exception that a local rank has recorded by now.
         """
         stack = of_crash(Path(self._envs[aborted][STACK_FILE]))
-        if self._board is None or stack.collective is None:
+        if self._board is None:
             return None
         running = {lr: Stack(None, (), "") for lr in self._envs if lr not in exits}
         calls = {lr: list(found) for lr, found in self._ask(running).items()}
-        # Another rank may have lost its connection to this one meanwhile.
-        calls |= {lr: list(error.get("collectives", ())) for lr in self._envs if (error := error_of(lr))}
+        deadline_s = time.monotonic() + _ERRORS_S
+        while True:
+            # Another rank may have lost its connection to this one meanwhile, and may still be recording that.
+            calls |= {lr: list(error.get("collectives", ())) for lr in self._envs if (error := error_of(lr))}
+            if any(calls.values()) or time.monotonic() > deadline_s:
+                break
+            time.sleep(_LOOK_S)
+        if stack.collective is None and not any(
+            found[-1]["name"].startswith("gloo:") for found in calls.values() if found
+        ):
+            return None
         said = [
             f"rank {self._envs[lr]['RANK']} called {describe_call(found[-1])} {describe_place(self._board.read(lr))}"
             for lr, found in sorted(calls.items())
@@ -196,10 +207,8 @@ class Watch:
         ]
         rank, place = self._envs[aborted]["RANK"], describe_place(self._board.read(aborted))
         others = f" The others: {'; '.join(said)}." if said else ""
-        return (
-            f"rank {rank} was aborted in {stack.collective} {place}. Gloo does so if another rank calls a collective "
-            f"of another shape.{others}"
-        )
+        where = f"in {stack.collective} {place}. Gloo does" if stack.collective else f"{place}. Gloo may do"
+        return f"rank {rank} was aborted {where} so if another rank calls a collective of another shape.{others}"
 
     def _take(self, nodes: Nodes) -> Verdict:
         """Print and return the verdict of another node's launcher."""
