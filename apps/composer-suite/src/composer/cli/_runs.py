@@ -47,6 +47,7 @@ class Sweep:
         self.folder = Path(options.runs or Path("runs", f"{Path(recipe).stem}-sweep"))
         self.arguments = list(command[num_before:])
         self._start = [*([] if options.runs else ["--runs", str(self.folder)]), *command[:num_before]]
+        self._claimed = set[str]()
         self._interruptions = [128 + signal.Signals[name.strip()] for name in options.signals_to_handle.split(",")]
 
     def command(self, changes: Sequence[str]) -> list[str]:
@@ -66,8 +67,8 @@ class Sweep:
     def claim(self, name: str, changes: Sequence[str]) -> tuple[str, list[str], "Plan"]:
         """Return the name of a run, its arguments, and its checked recipe.
 
-        The name gets a number if the folder has runs of that name with another recipe, whose checkpoints a run with
-        `autoresume` would continue from.
+        The name gets a number if another run of this sweep has it, or if the folder has runs of that name with another
+        recipe, whose checkpoints a run with `autoresume` would continue from.
 
         Raises:
             RecipeError: If the recipe is not valid.
@@ -77,9 +78,12 @@ class Sweep:
         for number in count(1):
             own = name if number == 1 else f"{name}-{number}"
             arguments = [*changes, f"run_name={own}"]
+            if own in self._claimed:
+                continue
             plan = self.plan(arguments)
             recipes = [folder / "recipe.yaml" for folder, _ in _kept((self.folder / own).parent, own)]
             if all(each.read_text(encoding="utf-8") == plan.text for each in recipes if each.is_file()):
+                self._claimed.add(own)
                 return own, arguments, plan
         raise AssertionError
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from composer.cli._runs import Sweep
-from composer.cli._values import Range, split_values
+from composer.cli._values import Range, is_named, split_values
 from composer.loggers._service_queue import require
 from composer.recipe._read import nearest
 from composer.report.runs import read_run
@@ -34,6 +34,8 @@ def search(sweep: Sweep, num_trials: int, direction: str, metric: str) -> int:
     """
     optuna, journal = require("optuna", extra="optuna"), require("optuna.storages.journal", extra="optuna")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
+    if is_named(sweep.arguments):
+        raise ValueError("run_name= cannot be combined with --optuna, whose runs need different names. Leave it out.")
     values: dict[str, list[str] | Range] = {}
     fixed: list[str] = []
     for argument in sweep.arguments:

@@ -14,8 +14,8 @@ _USAGE = (
 _DESCRIPTION = """\
 Train a recipe once for each combination of values, one run after the other, and write a page that compares the runs.
 
-  KEY=A,B         these values; commas within brackets do not separate
-  KEY=1..5        whole numbers from 1 to 5
+  KEY=A,B         these values; commas within brackets or quotation marks do not separate
+  KEY=1..5        whole numbers from 1 to 5; also in a list, as in 1..5,9
   KEY=0.1..0.5    with --optuna, a number between these
   KEY=1e-4..1e-2  with --optuna, the same on a logarithmic scale
 
@@ -62,6 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _train_all(sweep: Sweep, *, dry_run: bool) -> int:
     # Errors before anything trains.
     runs = [sweep.claim(name, changes) for name, changes in named_runs(sweep.arguments).items()]
+    if len({str(plan.values["run_name"]) for _, _, plan in runs}) < len(runs):
+        raise ValueError("run_name= cannot be combined with several runs, which need different names. Leave it out.")
     missing = [run for run in runs if sweep.finished(run[2]) is None]
     if len(missing) < len(runs):
         sys.stderr.write(f"composer sweep: finished already: {len(runs) - len(missing)} of {len(runs)} runs.\n")
