@@ -14,7 +14,7 @@ from composer.cli._values import is_named
 from composer.report.runs import CONFIG, METRICS, STATUS, read_json, write_page
 from composer_dist.launch.args import parse_options
 from composer_dist.launch.main import main as launch
-from composer_dist.launch.topology import child_command
+from composer_dist.launch.topology import child_command, resolve, resolve_nproc
 
 if TYPE_CHECKING:
     from composer.recipe import Plan
@@ -48,7 +48,28 @@ class Sweep:
         self.arguments = list(command[num_before:])
         self._start = [*([] if options.runs else ["--runs", str(self.folder)]), *command[:num_before]]
         self._claimed = set[str]()
+        self._options = options
         self._interruptions = [128 + signal.Signals[name.strip()] for name in options.signals_to_handle.split(",")]
+
+    def check_nodes(self) -> None:
+        """Check that all ranks are on this node.
+
+        Each node would decide by its own folder which runs have finished, so that their ranks could train different runs
+        together.
+
+        Raises:
+            ValueError: If some ranks are on other nodes.
+        """
+        options = self._options
+        if options.nnodes is None:
+            is_multi_node = resolve(options, os.environ, resolve_nproc(options, os.environ, _count)).is_multi_node
+        else:
+            is_multi_node = options.nnodes.rpartition(":")[2] != "1"
+        if is_multi_node:
+            raise ValueError(
+                "a sweep trains on one node. For several nodes, print the commands with --dry-run, and run each of them on "
+                "all nodes."
+            )
 
     def command(self, changes: Sequence[str]) -> list[str]:
         """Return the arguments of the launcher for a run."""
@@ -144,6 +165,12 @@ class Sweep:
             facts["status"] = "failed"
         facts["error"] = facts.get("error") or f"The run ended with exit status {status}. Its output has the cause."
         (folder / STATUS).write_text(json.dumps(facts, indent=1))
+
+
+def _count() -> int:
+    import torch  # slow, so only if the number of processes is not given
+
+    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 
 def _kept(folder: Path, name: str | None = None) -> Iterator[tuple[Path, str]]:

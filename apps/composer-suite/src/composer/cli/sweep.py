@@ -49,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--optuna must be 1 or more, without --dry-run.")
     try:
         sweep = Sweep(command)
+        if not asked.dry_run:
+            sweep.check_nodes()
         if asked.optuna is None:
             return _train_all(sweep, dry_run=asked.dry_run)
         from composer.cli._study import search  # loads torch
