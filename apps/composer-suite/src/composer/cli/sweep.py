@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,  # other options are those of the launcher
     )
-    parser.add_argument("--dry-run", action="store_true", help="print the commands, one a line, for a job array")
+    parser.add_argument("--dry-run", action="store_true", help="print the commands, one per line, for a job array")
     parser.add_argument("--optuna", type=int, metavar="N", help="choose the values of N runs with Optuna")
     goal = parser.add_mutually_exclusive_group()
     for direction in ("minimize", "maximize"):
