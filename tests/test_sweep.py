@@ -188,7 +188,7 @@ def test_long_names_of_runs_are_files_and_stay_distinct_and_the_same():
     names = list(named_runs([f"note={alike}1,{alike}2", "seed=1"]))
     assert len(set(names)) == 2
     assert all(len(name.encode()) <= 200 for name in names)
-    assert list(named_runs([f"note={alike}2,{alike}3", "seed=1"]))[0] == names[1]
+    assert next(iter(named_runs([f"note={alike}2,{alike}3", "seed=1"]))) == names[1]
 
 
 def record(folder, plan):
@@ -240,6 +240,21 @@ def test_one_name_for_several_runs_is_refused(folder, capsys, options, values):
         "run_name= cannot be combined with .* need different names. Leave it out.", capsys.readouterr().err
     )
     assert not list(folder.glob("runs/**/metrics.jsonl"))
+
+
+@pytest.mark.parametrize("options", [[], ["--optuna", "3", "--minimize", "loss"]])
+def test_runs_that_would_resume_from_those_of_another_are_refused(folder, capsys, options):
+    values = ["seed=1..2", "autoresume=true", "save_folder=saved"]
+    assert command.main([*options, "-n", "1", "recipe.yaml", "--allow", "parts_of_sweep", *values]) == 2
+    assert "Pass 'save_folder=saved/{run_name}'." in capsys.readouterr().err
+    assert not list(folder.glob("runs/**/metrics.jsonl"))
+
+
+@pytest.mark.parametrize("where", ["saved/{run_name}", "saved/${seed}"])
+def test_runs_that_resume_in_folders_of_their_own_are_not_refused(folder, capsys, where):
+    values = ["seed=1..2", "autoresume=true", f"save_folder={where}"]
+    assert command.main(["--dry-run", "-n", "1", "recipe.yaml", "--allow", "parts_of_sweep", *values]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
 
 
 def test_names_that_differ_by_a_reference_may_be_given(folder, capsys):

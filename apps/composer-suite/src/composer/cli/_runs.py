@@ -5,7 +5,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,7 +54,7 @@ class Sweep:
     def check_nodes(self) -> None:
         """Check that all ranks are on this node.
 
-        Each node would decide by its own folder which runs have finished, so that their ranks could train different runs
+        Each node would decide by its own folder which runs have finished, so that ranks could train different runs
         together.
 
         Raises:
@@ -67,9 +67,27 @@ class Sweep:
             is_multi_node = options.nnodes.rpartition(":")[2] != "1"
         if is_multi_node:
             raise ValueError(
-                "a sweep trains on one node. For several nodes, print the commands with --dry-run, and run each of them on "
-                "all nodes."
+                "a sweep trains on one node. For several nodes, print the commands with --dry-run, and run each "
+                "of them on all nodes."
             )
+
+    def check_folders(self, plans: Iterable["Plan"]) -> None:
+        """Check that no run would resume from the checkpoints of another one.
+
+        Raises:
+            ValueError: If runs with `autoresume` have the same `save_folder`.
+        """
+        seen = set[str]()
+        for values in (plan.values for plan in plans):
+            folder = str(values.get("save_folder") or "{run_name}")
+            if not values.get("autoresume") or "{run_name}" in f"{folder}{values.get('save_latest_filename')}":
+                continue
+            if folder in seen:
+                raise ValueError(
+                    f"save_folder={folder!r} must contain {{run_name}}, since with autoresume each run would continue "
+                    f"from the checkpoints of the one before. Pass 'save_folder={folder}/{{run_name}}'."
+                )
+            seen.add(folder)
 
     def command(self, changes: Sequence[str]) -> list[str]:
         """Return the arguments of the launcher for a run."""

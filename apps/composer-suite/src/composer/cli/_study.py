@@ -47,8 +47,9 @@ def search(sweep: Sweep, num_trials: int, direction: str, metric: str) -> int:
     if not values:
         raise ValueError("--optuna needs values to choose from, such as lr=1e-4..1e-2 or batch_size=16,32.")
     space = {key: _distribution(optuna, choice) for key, choice in values.items()}
-    texts = [sweep.plan([*fixed, *_spell(params)]).text for params in _corners(values)]  # errors before anything trains
-    digest = hashlib.sha256("\n".join(texts).encode()).hexdigest()
+    plans = [sweep.plan([*fixed, *_spell(params)]) for params in _corners(values)]  # errors before anything trains
+    sweep.check_folders(plans)
+    digest = hashlib.sha256("\n".join(plan.text for plan in plans).encode()).hexdigest()
     try:
         lock = FolderLock(sweep.folder).acquire()
     except FolderInUseError:

@@ -66,6 +66,7 @@ def _train_all(sweep: Sweep, *, dry_run: bool) -> int:
     runs = [sweep.claim(name, changes) for name, changes in named_runs(sweep.arguments).items()]
     if len({str(plan.values["run_name"]) for _, _, plan in runs}) < len(runs):
         raise ValueError("run_name= cannot be combined with several runs, which need different names. Leave it out.")
+    sweep.check_folders(plan for _, _, plan in runs)
     missing = [run for run in runs if sweep.finished(run[2]) is None]
     if len(missing) < len(runs):
         sys.stderr.write(f"composer sweep: finished already: {len(runs) - len(missing)} of {len(runs)} runs.\n")
