@@ -88,7 +88,7 @@ def _serve_store(topology: Topology) -> tuple[Topology, "Store | None"]:
         )
     except tdist.DistError as error:
         raise CannotStartError(
-            f"master_port={port} (from {source}) cannot be listened on: {error}. Give another --master-port, the same "
+            f"cannot listen on master_port={port} (from {source}): {error}. Give another --master-port, the same "
             "on every node."
         ) from error
     return replace(topology, master_port=store.port), store
