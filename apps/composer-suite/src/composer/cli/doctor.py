@@ -44,7 +44,7 @@ _STORE_TIMEOUT_S: Final = 5.0
 _PROBE: Final = ".composer-doctor-"
 _LOOPBACK: Final = {"localhost", "127.0.0.1", "::1"}
 _ADVICE: Final = {
-    "devices": "Check the driver with `nvidia-smi`, restart processes that use the device, and check CUDA_VISIBLE_DEVICES.",
+    "devices": "Check the driver and other processes with `nvidia-smi`, and CUDA_VISIBLE_DEVICES.",
     "process group": "Check that every rank has started, and that all nodes can connect to MASTER_ADDR at MASTER_PORT.",
     "all-reduce": "Check for ranks that have ended, and for a firewall between the nodes. To choose the network "
     "interface, set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME.",

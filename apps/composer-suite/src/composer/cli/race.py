@@ -1,8 +1,8 @@
 """The command `composer race`: train a recipe to the target of its task, and compare its time with the record's.
 
 A recipe is a Python file with `TASK`, a `Task`, and `RECIPE`, an `Arm` with its learning rate. Each seed trains the
-record and the recipe, one after the other and in alternating order, so that both see the same machine. The time of a run is that of its whole
-training, whose last evaluation must be at the target.
+record and the recipe, one after the other and in alternating order, so that both see the same machine. The time of a
+run is that of its whole training, whose last evaluation must be at the target.
 """
 
 import argparse
