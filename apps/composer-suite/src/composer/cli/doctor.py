@@ -238,7 +238,7 @@ def _is_store_of_ranks(port: int) -> bool:
                 tdist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]  # documented there
                     host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_STORE_TIMEOUT_S)
                 )
-                for host in (os.environ["MASTER_ADDR"], "localhost")
+                for host in (os.environ.get("MASTER_ADDR", "localhost"), "localhost")
             )
             at_master.set(key, "")
             answers.append(here.check([key]))
