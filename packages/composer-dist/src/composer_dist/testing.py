@@ -20,6 +20,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from composer_dist.launch import stacks
+
 if TYPE_CHECKING:
     from composer_dist.simulated_accelerator import DeviceCounts as DeviceCounts
     from composer_dist.simulated_accelerator import SimulatedAccelerator as SimulatedAccelerator
@@ -33,7 +35,7 @@ _PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "composer_dist.dist
 _PRELOADED_AFTER = ["torchmetrics"]
 _GOODBYE_S = 5.0  # time for a rank to exit after it has sent its answer
 _PATIENCE = 0.75  # the fraction of the timeout after which a collective raises, so that its error arrives in time
-_STACKS = 0.7  # the fraction of it after which a rank writes its stack traces: before a collective raises
+_STACKS = 0.7  # the fraction of it after which ranks are asked for their stack traces: before a collective raises
 _AFTERMATH_S = 0.3  # time to wait for the other ranks' errors after the first failure
 
 
@@ -71,7 +73,7 @@ def run_ranks(
     Raises:
         ValueError: If `body` is not at the top level of a file, or if `store` exists.
         AssertionError: If a rank raised, died or did not finish; with its traceback, its exit code, or its stack traces
-            shortly before collectives raise.
+            and those of its forked children shortly before collectives raise.
     """
     if Path(store).exists():
         raise ValueError(f"store={str(store)!r} exists: ranks of an earlier run met there. Choose another name.")
@@ -88,14 +90,14 @@ def run_ranks(
     try:
         for rank in range(world_size):
             reader, writer = context.Pipe(duplex=False)
-            stacks = Path(notes.name, f"rank{rank}")
+            written = Path(notes.name, f"rank{rank}")
             own = environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            task = _Task(rank, world_size, str(store), timeout_s, own, stacks, *call)
+            task = _Task(rank, world_size, str(store), timeout_s, own, written, *call)
             # Daemonic processes may not start children.
             process = context.Process(target=_run, args=(task, writer), daemon=False)
             process.start()
             writer.close()  # the child holds the other copy, so that its death closes the pipe
-            ranks.append(_Rank(rank, process, reader, stacks))
+            ranks.append(_Rank(rank, process, reader, written))
         results = _results(ranks, _collect(ranks, timeout_s), timeout_s)
         for finished in ranks:
             finished.process.join(_GOODBYE_S)
@@ -146,12 +148,17 @@ class _Answer:
 def _collect(ranks: list[_Rank], timeout_s: float) -> dict[int, _Answer]:
     answers: dict[int, _Answer] = {}
     deadline = time.monotonic() + timeout_s
+    asks_at = time.monotonic() + _STACKS * timeout_s
     while len(answers) < len(ranks):
         waiting = [rank for rank in ranks if rank.rank not in answers]
         # Processes forked by a rank hold its pipe open, but the sentinel still shows its death.
         handles = [handle for rank in waiting for handle in (rank.reader, rank.process.sentinel)]
-        ready = wait(handles, timeout=max(0.0, deadline - time.monotonic()))
-        if not ready:
+        ready = wait(handles, timeout=max(0.0, min(asks_at, deadline) - time.monotonic()))
+        if not ready and asks_at < deadline:
+            asks_at = deadline
+            pids = {rank.rank: rank.process.pid for rank in waiting if rank.process.pid is not None}
+            stacks.collect(pids, {rank.rank: rank.stacks for rank in waiting})  # which the ranks write there
+        elif not ready:
             break
         for rank in waiting:
             if rank.reader in ready or rank.process.sentinel in ready:
@@ -165,12 +172,12 @@ def _results(ranks: list[_Rank], answers: dict[int, _Answer], timeout_s: float) 
     # The earliest failure first; a death without an answer has time 0 and precedes all.
     failures = sorted((answer.time_s, rank, answer.failure) for rank, answer in answers.items() if answer.failure)
     missing = [rank for rank in ranks if rank.rank not in answers]
-    stacks = "".join(f"\nrank {rank.rank} was at:\n{found}" for rank in missing if (found := _stacks(rank)))
+    places = "".join(f"\nrank {rank.rank} was at:\n{found}" for rank in missing if (found := _stacks(rank)))
     if failures:
-        raise AssertionError("\n".join(f"rank {rank} {failure}" for _, rank, failure in failures) + stacks)
+        raise AssertionError("\n".join(f"rank {rank} {failure}" for _, rank, failure in failures) + places)
     if missing:
         numbers = [rank.rank for rank in missing]
-        raise AssertionError(f"ranks {numbers} did not finish within {timeout_s} s and were killed.{stacks}")
+        raise AssertionError(f"ranks {numbers} did not finish within {timeout_s} s and were killed.{places}")
     return [answers[rank.rank].value for rank in ranks]
 
 
@@ -204,9 +211,8 @@ def _run(task: _Task, writer: Connection) -> None:
     import torch.distributed as tdist
 
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    # Written by a C thread, so a held GIL does not matter.
-    stacks = task.stacks.open("a")
-    faulthandler.dump_traceback_later(_STACKS * task.timeout_s, file=stacks)
+    with suppress(ValueError, RuntimeError):  # a system without the signal
+        faulthandler.register(stacks.SIGNAL, file=task.stacks.open("ab"), all_threads=True)
     try:
         torch.set_num_threads(1)
         # Processes that the body starts use Python's default start method, not the one of this rank.

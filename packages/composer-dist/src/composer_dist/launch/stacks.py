@@ -19,7 +19,8 @@ from composer_dist.launch.guardian import process_state
 
 STACK_FILE = "COMPOSER_STACK_FILE"
 """The variable with the file to which a rank writes its stacks."""
-_SIGNAL = getattr(signal, "SIGRTMIN", 34) + 8  # that of `hook/sitecustomize.py`
+SIGNAL = getattr(signal, "SIGRTMIN", 34) + 8
+"""The signal at which a rank writes its stacks. `hook/sitecustomize.py` has it, too."""
 _WRITE_TIMEOUT_S = 3.0
 _NATIVE_TIMEOUT_S = 10.0
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)$')
@@ -128,7 +129,7 @@ def collect(pids: Mapping[int, int], files: Mapping[int, Path]) -> dict[int, Sta
         asked[key] = start, family
         for each in family:
             with suppress(ProcessLookupError, PermissionError):
-                os.kill(each, _SIGNAL)
+                os.kill(each, SIGNAL)
                 _await_growth(files[key], states[key])
     return {key: _read(files[key], start, family, pids[key], states[key]) for key, (start, family) in asked.items()}
 
@@ -207,7 +208,7 @@ def _catches(pid: int) -> bool:
     with suppress(OSError, ValueError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("SigCgt:"):
-                return bool(int(line.split()[1], 16) >> (_SIGNAL - 1) & 1)
+                return bool(int(line.split()[1], 16) >> (SIGNAL - 1) & 1)
     return False
 
 
