@@ -315,7 +315,7 @@ class Watch:
             answers = self._await_answers(nodes, exits) if asked else {}
             # If the store is only slow, the other nodes are not known.
             is_known = asked or nodes.is_cut_off
-            if headline is None and not (is_known and all(answer["is_over"] for answer in answers.values())):
+            if headline is None and not (is_known and _are_over(answers)):
                 return None
             views += self._views_of_others(answers)
             for answer in answers.values():
@@ -450,3 +450,7 @@ def _by_text(found: Mapping[int, str]) -> list[str]:
     for rank, what in sorted(found.items()):
         ranks.setdefault(what, []).append(rank)
     return [f"{'each of ' if len(same) > 1 else ''}{join_ranks(same)} {what}" for what, same in ranks.items()]
+
+
+def _are_over(answers: Mapping[int, Mapping[str, Any]]) -> bool:
+    return all(answer["is_over"] for answer in answers.values())
