@@ -11,9 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed import TCPStore
 
 from composer.cli.doctor import main
-from composer_dist import get_free_tcp_port, get_global_rank
+from composer_dist import dist, get_free_tcp_port, get_global_rank
 from composer_dist.testing import run_ranks
 
 DOCTOR = [sys.executable, "-m", "composer.cli.doctor"]
@@ -119,12 +121,49 @@ def test_ranks_that_differ_are_found(tmp_path, fault):
     assert find(json.loads(printed), "failure") == expected[fault]
 
 
-def test_the_port_of_the_ranks_is_not_taken_by_another_process():
-    with socket.create_server(("", 0)) as taken:  # as the launcher of these ranks does
-        port = taken.getsockname()[1]
-        told = diagnose("--port", port, MASTER_PORT=str(port))
-    assert not find(told, "failure")
-    assert f"port {port}" in find(told, "ok")
+@pytest.fixture
+def listener():
+    """Return a function that listens as a launcher's store, or as a server that sends nothing, and returns the port."""
+    made = []
+
+    def listen(kind):
+        if kind == "store":
+            made.append(TCPStore("localhost", 0, is_master=True, wait_for_workers=False))
+            return made[-1].port
+        made.append(socket.create_server(("", 0)))
+        return made[-1].getsockname()[1]
+
+    yield listen
+    for each in made:
+        if isinstance(each, socket.socket):
+            each.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_launched", "verdict"),
+    [("store", True, "ok"), ("store", False, "failure"), ("server", True, "failure")],
+)
+def test_only_the_store_of_a_launcher_may_listen_on_the_port_of_the_ranks(listener, kind, is_launched, verdict):
+    port = listener(kind)
+    launched = {"TORCHELASTIC_USE_AGENT_STORE": "True"} if is_launched else {}
+    told = diagnose("--port", port, MASTER_ADDR="localhost", MASTER_PORT=str(port), **launched)
+    assert find(told, verdict)[f"port {port}"].startswith("in use by")
+
+
+def lose_a_rank(folder):
+    """Write the report of rank 0; rank 1 ends after its first collective."""
+    if get_global_rank() == 1:
+        dist.all_reduce(torch.zeros(1))
+        os._exit(1)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        main(["--json"])
+    Path(folder, "report").write_text(printed.getvalue())
+
+
+def test_a_rank_that_is_lost_is_reported_once(tmp_path):
+    with pytest.raises(AssertionError, match="rank 1 died"):
+        run_ranks(lose_a_rank, str(tmp_path), store=tmp_path / "store")
+    assert list(find(json.loads((tmp_path / "report").read_text()), "failure")) == ["all-reduce"]
 
 
 @pytest.mark.parametrize("option", ["--port=0", "--port=65536", "--timeout=0", "--timeout=nan"])
@@ -143,7 +182,8 @@ def test_a_meeting_point_without_an_answer_is_found():
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["composer", "torchrun"])
 def test_launched_ranks_compare_what_they_find(launcher, tmp_path):
-    command = [*LAUNCHER, "-n", "2", "doctor"]
+    port = str(get_free_tcp_port())
+    command = [*LAUNCHER, "-n", "2", "--master-port", port, "doctor"]
     if launcher == "torchrun":
         command = [
             sys.executable,
@@ -154,9 +194,10 @@ def test_launched_ranks_compare_what_they_find(launcher, tmp_path):
             "-m",
             DOCTOR[-1],
         ]
-    told = diagnose("--save-folder", tmp_path, command=command)
+    told = diagnose("--save-folder", tmp_path, "--port", port, command=command)
     assert told["world_size"] == 2
     assert not find(told, "failure")
+    assert ("MASTER_PORT" in find(told, "ok")[f"port {port}"]) == (launcher == "composer")
     assert {"clocks", "all-reduce"} <= (find(told, "ok") | find(told, "warning")).keys()
 
 

@@ -546,8 +546,11 @@ def race(monkeypatch, capsys, tmp_path):
     return run
 
 
-def test_a_race_logs_both_recipes_and_bounds_the_ratio_of_their_times(race):
+def test_a_race_logs_both_recipes_and_bounds_the_ratio_of_their_times(race, monkeypatch):
+    train, order = Entry.train, []
+    monkeypatch.setattr(Entry, "train", lambda self, seed: order.append(self.arm.name) or train(self, seed))
     log, printed = race()
+    assert order[:6] == ["slow", "quick", "quick", "slow", "slow", "quick"]  # so that neither always trains first
     assert log["recipe"]["source"].startswith("\nfrom composer.cli.race import")
     assert log["recipe"]["curves"] == [[[0.1, 0.0], [2.0, pytest.approx(0.81 + seed / 100)]] for seed in range(5)]
     assert [curve[-1][0] for curve in log["reference"]["curves"]] == [10, 11, 12, 13, 14]

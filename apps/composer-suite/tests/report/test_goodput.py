@@ -2,10 +2,12 @@
 
 import json
 import math
+import time
 
 import pytest
 
 from composer.report._goodput import goodput, summarize
+from composer.report._run_files import OwnAttempt
 from composer_dist.attempts import FILE, read_attempts, write_attempt
 
 
@@ -59,12 +61,24 @@ def test_the_time_between_two_launches_is_not_part_of_the_run():
     )
 
 
+def test_a_step_of_the_clock_is_no_time_of_a_run(tmp_path, monkeypatch):
+    own, now_s = OwnAttempt(), time.time()
+    own.start(0, {})
+    for step_s in (3600.0, -3600.0):
+        monkeypatch.setattr(time, "time", lambda step_s=step_s: now_s + step_s)
+        own.write(tmp_path, 5, {}, "running")
+        (found,) = read_attempts(tmp_path)
+        assert 0 <= found["updated"] - found["started"] < 60
+        assert found["seconds"]["start"] < 60
+
+
 def test_the_attempts_before_are_kept_beside_a_damaged_one_and_a_file_that_is_no_record_is_not_replaced(tmp_path):
     for number in range(3):
         write_attempt(tmp_path, attempt(number, number + 1, 0, 1, launch=str(number), train=1))
     record = json.loads((tmp_path / FILE).read_text())
     del record["attempts"][1]["batch"]
     record["attempts"][2]["seconds"]["train"] = math.nan
+    record["attempts"].append({**record["attempts"][0], "batch": 10**400})
     (tmp_path / FILE).write_text(json.dumps(record))
     write_attempt(tmp_path, attempt(9, 10, 0, 1, launch="9", train=1))
     assert [each["launch"] for each in read_attempts(tmp_path)] == ["0", "9"]

@@ -335,7 +335,9 @@ class Recorder:
         stacks = os.environ.get("COMPOSER_STACK_FILE")
         if stacks:
             with contextlib.suppress(OSError):  # the report is also among the logs
-                Path(stacks).with_name("run_folder").write_text(str(folder.absolute()), encoding="utf-8")
+                unfinished = Path(stacks).with_name("run_folder.unfinished")
+                unfinished.write_text(str(folder.absolute()), encoding="utf-8")
+                unfinished.replace(unfinished.with_name("run_folder"))  # atomic, as the launcher may read it meanwhile
 
     @property
     def asked(self) -> int:

@@ -32,7 +32,7 @@ def test_a_port_that_is_taken_is_named_before_a_rank_starts(script):
         port = taken.getsockname()[1]
         ended = launch(port, script)
     assert ended.returncode == 2
-    assert f"--health-host=127.0.0.1 --health-port={port} cannot be listened on" in ended.stderr
+    assert f"cannot listen on --health-host=127.0.0.1 --health-port={port}: " in ended.stderr
     assert not script.with_name("ran").exists()
 
 

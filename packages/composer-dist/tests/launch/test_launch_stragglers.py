@@ -33,6 +33,9 @@ def work(*ranks):
         ([{"data": 50, "train": 5}, {"data": 1, "train": 54}], {0: "data"}),
         # Evaluating and saving are not the same on all ranks.
         ([{"checkpoint": 500, "data": 5}, {"data": 5}], {}),
+        # Rank 1 waits in a callback or in the forward pass for rank 0, which evaluates or saves alone.
+        ([{"evaluation": 50, "train": 5}, {"callbacks": 50, "train": 5}], {}),
+        ([{"checkpoint": 50}, {"train": 50}], {}),
     ],
 )
 def test_the_rank_that_works_longest_outside_collectives_is_slow(ranks, slow):

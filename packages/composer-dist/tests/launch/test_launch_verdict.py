@@ -184,6 +184,45 @@ def test_a_node_without_the_store_decides_alone(launchers, monkeypatch):
     assert "does not answer" in verdicts[0].stuck[0] or "has never reported" in verdicts[0].stuck[0]
 
 
+def test_a_node_whose_ranks_have_ended_does_not_keep_the_others_from_deciding(launchers, monkeypatch):
+    monkeypatch.setattr("composer_dist.launch.nodes._BEAT_S", 0.1)
+    monkeypatch.setattr("composer_dist.launch.nodes._SILENT_S", 1.0)
+    first, second = launchers("all_reduce", "all_reduce")
+    assert second.nodes.refresh()
+    first.watch.close({0: 0})  # as when torch waits for the other nodes
+    assert second.nodes.refresh()
+    verdicts = look_until([second], lambda found: found)
+    assert list(verdicts[0].stuck) == [0]
+    assert "ended with exit code 0" in verdicts[0].stuck[0]
+
+
+def test_the_store_is_connected_again_after_an_error():
+    stores = [object(), HashStore()]  # the first one as after a lost connection
+    nodes = Nodes(lambda: stores.pop(0), [0], 2, "0")
+    assert nodes.refresh(10.0)
+    nodes.close()
+
+
+def test_a_node_that_was_not_read_for_some_time_is_not_silent_because_of_that(monkeypatch):
+    monkeypatch.setattr("composer_dist.launch.nodes._BEAT_S", 0.02)
+    monkeypatch.setattr("composer_dist.launch.nodes._SILENT_S", 0.5)
+    store = HashStore()
+    first, second = made = [Nodes(lambda: store, [rank], 2, "0") for rank in range(2)]
+    second.tell({"is_over": False})
+    assert second.refresh()
+    first.read_all(True)
+    assert first.refresh()
+    first.read_all(False)
+    deadline_s = time.monotonic() + 30.0
+    while not first.others()[0].is_silent and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    assert first.others()[0].is_silent
+    first.read_all(True)
+    assert not first.others()[0].is_silent
+    for each in made:
+        each.close()
+
+
 @pytest.mark.parametrize("text", ["0", "x", "nan", "12,foo=3", "checkpoint=-1", ""])
 def test_a_malformed_timeout_is_refused(text):
     with pytest.raises(ValueError, match="--hang-timeout"):

@@ -1,6 +1,7 @@
 """The command `composer doctor`: check machines, network and storage before a run, on one or all nodes."""
 
 import argparse
+import errno
 import json
 import os
 import platform
@@ -11,6 +12,7 @@ import socket
 import statistics
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -38,8 +40,17 @@ _FEW_FILES: Final = 4096
 _SKEWED_S: Final = 1.0
 _SLOW_REDUCE_S: Final = 0.05
 _SLOW_DISK: Final = 50 * 10**6  # bytes per second
+_STORE_TIMEOUT_S: Final = 5.0
 _PROBE: Final = ".composer-doctor-"
 _LOOPBACK: Final = {"localhost", "127.0.0.1", "::1"}
+_ADVICE: Final = {
+    "devices": "Check the driver and other processes with `nvidia-smi`, and CUDA_VISIBLE_DEVICES.",
+    "process group": "Check that every rank has started, and that all nodes can connect to MASTER_ADDR at MASTER_PORT.",
+    "all-reduce": "Check for ranks that have ended, and for a firewall between the nodes. To choose the network "
+    "interface, set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME.",
+    "object store": "Check the address, and that the credentials are set on this node.",
+}
+"""What to do about an error in a check."""
 
 
 class Verdict(StrEnum):
@@ -91,7 +102,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         failures = _attempt("process group", lambda: reports.update(enumerate(dist.all_gather_object(report))))
     if not failures and rank != 0:
         return 0
-    reports[rank].findings += failures
+    # A rank that was lost has made the all-reduce fail, too: one report is enough.
+    if not any(one.check == "all-reduce" and one.verdict is Verdict.FAILURE for one in report.findings):
+        report.findings += failures
     findings = [*_compare_versions(reports), *_merge(reports)]
     has_failed = any(one.verdict is Verdict.FAILURE for one in findings)
     if asked.json:
@@ -110,7 +123,8 @@ def _safely(check: str, run: Callable[[], Iterable[Finding]]) -> list[Finding]:
         found.extend(run())
     except Exception as error:
         message = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        found.append(Finding(check, Verdict.FAILURE, message, "Correct what the message names."))
+        advice = _ADVICE.get(check, "Fix this error on the node, and check again.")
+        found.append(Finding(check, Verdict.FAILURE, message, advice))
     return found
 
 
@@ -140,12 +154,12 @@ def _devices(asked: argparse.Namespace) -> Iterator[Finding]:
     if asked.device == "cpu":
         yield Finding("devices", Verdict.OK, "CPU, as --device says")
     elif not torch.accelerator.is_available() and shutil.which("nvidia-smi"):
-        advice = f"Install a driver for CUDA {torch.version.cuda}, or another torch; look at CUDA_VISIBLE_DEVICES."
-        yield Finding("devices", Verdict.FAILURE, "torch finds no GPU, although there is nvidia-smi", advice)
+        advice = f"Install a driver for CUDA {torch.version.cuda}, or a torch for this one; check CUDA_VISIBLE_DEVICES."
+        yield Finding("devices", Verdict.FAILURE, "torch finds no GPU although nvidia-smi is installed", advice)
     elif not torch.accelerator.is_available():
         yield Finding("devices", Verdict.OK, "no accelerator: training runs on the CPU")
     elif num_ranks > (count := torch.accelerator.device_count()):
-        advice = f"Start {count} processes on this node, or look at CUDA_VISIBLE_DEVICES."
+        advice = f"Start {count} processes on this node, or check CUDA_VISIBLE_DEVICES."
         yield Finding("devices", Verdict.FAILURE, f"{num_ranks} ranks, but {count} devices", advice)
     else:
         device = _device(asked)
@@ -187,7 +201,7 @@ def _names() -> Iterator[Finding]:
             advice = "Add it to the DNS or to /etc/hosts, or give another --master-addr."
             yield Finding("names", verdict, f"{name} cannot be resolved: {error}", advice)
             continue
-        found = f"{name} is {', '.join(addresses)}"
+        found = f"{name} resolves to {', '.join(addresses)}"
         is_local = all(address.startswith("127.") or address in _LOOPBACK for address in addresses)
         if is_multi_node and is_local and "GLOO_SOCKET_IFNAME" not in os.environ:
             advice = "Set GLOO_SOCKET_IFNAME to the network's interface, such as eth0, or correct /etc/hosts."
@@ -197,16 +211,44 @@ def _names() -> Iterator[Finding]:
 
 
 def _port(port: int) -> Iterator[Finding]:
-    if os.environ.get("MASTER_PORT") == str(port):  # rank 0 or the launcher listens there already
-        yield Finding(f"port {port}", Verdict.OK, "in use by these ranks, as MASTER_PORT")
-        return
+    check = f"port {port}"
     try:
         socket.create_server(("", port)).close()
     except OSError as error:
-        advice = f"Give another port, or end the process that `ss -ltnp 'sport = :{port}'` shows."
-        yield Finding(f"port {port}", Verdict.FAILURE, f"cannot be listened on: {error}", advice)
+        if error.errno != errno.EADDRINUSE:
+            yield Finding(check, Verdict.FAILURE, f"cannot be opened: {error.strerror}", "Choose a port above 1023.")
+        elif _is_store_of_ranks(port):
+            yield Finding(check, Verdict.OK, "in use by the launcher of these ranks, as MASTER_PORT")
+        else:
+            advice = f"Choose another port, or stop the process that `ss -ltnp 'sport = :{port}'` shows."
+            yield Finding(check, Verdict.FAILURE, "in use by another process", advice)
     else:
-        yield Finding(f"port {port}", Verdict.OK, "free")
+        yield Finding(check, Verdict.OK, "free")
+
+
+def _is_store_of_ranks(port: int) -> bool:
+    """Return whether the launcher's store, at which the ranks meet, listens on a port of this node."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True) or os.environ.get("MASTER_PORT") != str(port):
+        return False
+    key, answers = f"{_PROBE}{uuid.uuid4().hex}", list[bool]()
+
+    def ask() -> None:
+        with suppress(tdist.DistError):
+            at_master, here = (
+                tdist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]  # documented there
+                    host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_STORE_TIMEOUT_S)
+                )
+                for host in (os.environ.get("MASTER_ADDR", "localhost"), "localhost")
+            )
+            at_master.set(key, "")
+            answers.append(here.check([key]))
+            at_master.delete_key(key)
+
+    # In a thread, since a client waits without a limit for a server that accepts connections and sends nothing.
+    thread = threading.Thread(target=ask, name="composer-doctor", daemon=True)
+    thread.start()
+    thread.join(_STORE_TIMEOUT_S)
+    return answers == [True]
 
 
 def _existing(folder: str) -> Path:
@@ -255,7 +297,7 @@ def _object_store(uri: str) -> Iterator[Finding]:
 def _store_check(operation: str, run: Callable[[], object], right: str) -> Finding:
     begun_s = time.perf_counter()
     for failure in _attempt(f"store: {operation}", run):
-        return replace(failure, advice=f"Correct the address, or the credentials: the run must be able to {right}.")
+        return replace(failure, advice=f"Check the address and the credentials: the run must be able to {right}.")
     return Finding(f"store: {operation}", Verdict.OK, f"{1000 * (time.perf_counter() - begun_s):.0f} ms")
 
 

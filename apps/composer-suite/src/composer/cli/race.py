@@ -1,8 +1,8 @@
 """The command `composer race`: train a recipe to the target of its task, and compare its time with the record's.
 
 A recipe is a Python file with `TASK`, a `Task`, and `RECIPE`, an `Arm` with its learning rate. Each seed trains the
-record and the recipe, one after the other, so that both see the same machine. The time of a run is that of its whole
-training, whose last evaluation must be at the target.
+record and the recipe, one after the other and in alternating order, so that both see the same machine. The time of a
+run is that of its whole training, whose last evaluation must be at the target.
 """
 
 import argparse
@@ -220,7 +220,9 @@ def race(
     curves: list[tuple[list[Point], list[Point]]] = []
     log: dict[str, Any] = {}
     for seed in seeds:
-        curves.append((reference.train(seed), entry.train(seed)))
+        turn = -1 if len(curves) % 2 else 1  # as the first one may find another machine, such as a cooler one
+        of_reference, of_entry = [each.train(seed) for each in (reference, entry)[::turn]][::turn]
+        curves.append((of_reference, of_entry))
         shown = [f"{seconds:.1f} s, {entry.task.format(quality)}" for (*_, (seconds, quality)) in curves[-1]]
         sys.stderr.write(f"seed {seed}: {reference.path.stem} {shown[0]}; {entry.path.stem} {shown[1]}\n")
         log = {

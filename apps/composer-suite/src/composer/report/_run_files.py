@@ -201,7 +201,7 @@ class OwnAttempt:
     """The record of this process's attempt at the run, where no launcher keeps it."""
 
     def __init__(self) -> None:
-        self._started_s = time.time()
+        self._started_s, self._began_s = time.time(), time.monotonic()
         self._first_batch: int | None = None
         self._before: dict[str, float] = {}
 
@@ -221,7 +221,9 @@ class OwnAttempt:
             parts[part] = parts.get(part, 0.0) + max(0.0, spent - self._before.get(name, 0.0))
         ending = "stopped" if status == "stopped early" else status
         with suppress(OSError):  # `FactFiles` warns of a disk that cannot be written
-            write_attempt_of_rank(folder, self._started_s, (self._first_batch, batch), parts, ending)
+            # The clock may be set meanwhile.
+            times_s = self._started_s, self._started_s + time.monotonic() - self._began_s
+            write_attempt_of_rank(folder, times_s, (self._first_batch, batch), parts, ending)
 
 
 def _note_loss(line: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from composer_dist.attempts import write_attempt
 from composer_dist.launch.report import say
-from composer_dist.launch.stacks import STACK_FILE
+from composer_dist.launch.stacks import run_folder
 from composer_dist.launch.stragglers import Straggler, Stragglers
 from composer_dist.progress import PARTS, Board, RankProgress
 
@@ -72,7 +72,7 @@ class Account:
         Args:
             has_failed: Whether a rank has failed.
             is_hang: Whether the ranks made no progress.
-            is_stopped: Whether the launcher ends the ranks because of a signal.
+            is_stopped: Whether the launcher ends the ranks because of a signal or of another node.
         """
         if self._board is None:
             return
@@ -93,16 +93,14 @@ class Account:
 
     def _find_folder(self) -> None:
         """Read the run folder that rank 0 has noted; another Trainer of the process may have another one."""
-        for env in self._envs.values():
-            with suppress(OSError):
-                folder = Path(Path(env[STACK_FILE]).with_name("run_folder").read_text(encoding="utf-8"))
-                if folder != self._folder:
-                    if self._folder is not None:
-                        self._write("finished")
-                        self._base, self._started_s, self._part = self._rank_0(), time.monotonic(), self._part + 1
-                        self._stragglers = Stragglers(len(self._envs))
-                    self._folder, self._written_s = folder, 0.0
-                return
+        folder = run_folder(self._envs)
+        if folder is None or folder == self._folder:
+            return
+        if self._folder is not None:
+            self._write("finished")
+            self._base, self._started_s, self._part = self._rank_0(), time.monotonic(), self._part + 1
+            self._stragglers = Stragglers(len(self._envs))
+        self._folder, self._written_s = folder, 0.0
 
     def _write(self, ending: str) -> None:
         """Write the account in a thread, since a disk that blocks must not stop the watch."""

@@ -64,7 +64,7 @@ class HealthServer(ThreadingMixIn, WSGIServer):
             super().__init__((host, port), _Handler)
         except OSError as error:
             raise CannotStartError(
-                f"--health-host={host} --health-port={port} cannot be listened on: {error}. Give another port, or an "
+                f"cannot listen on --health-host={host} --health-port={port}: {error}. Give another port, or an "
                 "address of this machine."
             ) from error
         self.registry = CollectorRegistry()

@@ -64,6 +64,7 @@ class Nodes:
         self._requested = self._served = 0
         self.reads_all = False
         """Whether the messages of all nodes are read, and not only that of rank 0's."""
+        self._reads_since_s = 0.0
         self.asked = 0
         """How often a launcher has asked all nodes for stacks."""
         self.answers: dict[int, Message] = {}
@@ -87,7 +88,11 @@ class Nodes:
         """Return the other nodes that have written a message."""
         now, cut = time.monotonic(), self.is_cut_off
         return [
-            Node(range(first, first + message["num_ranks"]), message, cut or now - new_s > _SILENT_S)
+            Node(
+                range(first, first + message["num_ranks"]),
+                message,
+                cut or now - max(new_s, self._reads_since_s) > _SILENT_S,
+            )
             for first, (message, new_s) in sorted(self._seen.items())
         ]
 
@@ -101,9 +106,16 @@ class Nodes:
         """Replace this node's message."""
         self._message = message
 
+    def read_all(self, is_on: bool) -> None:
+        """Start or end reading the messages of all nodes, on the node of rank 0."""
+        if is_on and not self.reads_all and self.has_rank_0:
+            self._reads_since_s = time.monotonic()  # what was read before is old, but not because a node is silent
+        self.reads_all = is_on
+
     def ask(self) -> bool:
         """Ask the other nodes for their views and stacks, which then come into `answers`; return whether it worked."""
-        self.reads_all = self._wants_stacks = True
+        self.read_all(True)
+        self._wants_stacks = True
         return self.refresh()
 
     def answer(self, number: int, answer: Message) -> None:
@@ -145,6 +157,7 @@ class Nodes:
                 self._served = number
             except Exception as error:  # of any kind, as the store may be of any backend
                 _log.debug("The store of the launchers does not answer: %s", error)
+                store = None  # a client whose connection was lost does not connect again
             if is_last:
                 return
             self._wake.wait(_BEAT_S)

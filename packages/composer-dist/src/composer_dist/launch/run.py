@@ -88,7 +88,7 @@ def _serve_store(topology: Topology) -> tuple[Topology, "Store | None"]:
         )
     except tdist.DistError as error:
         raise CannotStartError(
-            f"master_port={port} (from {source}) cannot be listened on: {error}. Give another --master-port, the same "
+            f"cannot listen on master_port={port} (from {source}): {error}. Give another --master-port, the same "
             "on every node."
         ) from error
     return replace(topology, master_port=store.port), store
@@ -151,6 +151,11 @@ class Launch:
     def is_done(self) -> bool:
         """Return whether all ranks have ended."""
         return self._workers is not None and self._workers.are_done
+
+    def leave_watch(self) -> None:
+        """End the exchange with the other nodes, which then decide without this one whether a rank is stuck."""
+        assert self._workers is not None
+        self._watch.close(self._workers.exit_codes)
 
     def start(self, envs: dict[int, dict[str, str]], connect: "Callable[[], Store]") -> dict[int, int]:
         """Start the ranks, and return their processes.
@@ -222,7 +227,9 @@ class Launch:
             # First, since the copies of output end only when no process writes any more.
             self._leftovers += self._guardian.sweep(spare_detached=is_fine)
             self._logs.stop_copies()
-            self._account.end(has_failed=bool(failures), is_hang=workers.has_verdict, is_stopped=signum is not None)
+            is_hang = workers.has_verdict
+            is_stopped = not (failures or is_hang or is_fine)
+            self._account.end(has_failed=bool(failures), is_hang=is_hang, is_stopped=is_stopped)
         if self._options.is_elastic:
             self._signals.catch_up()
 
@@ -443,6 +450,7 @@ class _Agent(SimpleElasticAgent):
                 _log.warning("Attempt %s failed; starting all ranks again.", self._attempt)
             return RunResult(state=WorkerState.FAILED)
         if self._launch.is_done:
+            self._launch.leave_watch()  # torch now waits for the other nodes, whose ranks may be stuck
             ranks = {worker.global_rank: None for worker in worker_group.workers}
             return RunResult(state=WorkerState.SUCCEEDED, return_values=ranks)
         return RunResult(state=WorkerState.HEALTHY)

@@ -139,6 +139,14 @@ def of_crash(file: Path) -> Stack:
     return _read(file, 0, [0], 0, None)
 
 
+def run_folder(envs: Mapping[int, Mapping[str, str]]) -> Path | None:
+    """Return the run folder, if one of the ranks with these variables has recorded it next to its stacks."""
+    for env in envs.values():
+        with suppress(OSError):
+            return Path(Path(env[STACK_FILE]).with_name("run_folder").read_text(encoding="utf-8"))
+    return None
+
+
 def native(pid: int) -> str:
     """Return the stacks with native frames if py-spy is installed and may read the process, else nothing."""
     tool = shutil.which("py-spy")

@@ -13,6 +13,7 @@ from statistics import median
 from composer_dist.progress import PARTS, RankProgress
 
 _WORK = ("data", "train", "optimizer", "callbacks")
+_FOR_ALL = ("evaluation", "checkpoint")  # which one rank may do for all, while the others wait in a part of their work
 _NAMES = {
     "data": "reading data",
     "train": "the forward pass",
@@ -131,12 +132,12 @@ def find_slow(work: Work) -> dict[int, str]:
     """Return the slow ranks of a window, each with the part in which it is slower than the others.
 
     No rank waits for another one while it reads data, so data counts by itself. A hook or a forward pass may wait in a
-    collective of its own; the rank that it waits for then works as long in another part, so only the sum shows who is
-    slow.
+    collective of its own; the rank that it waits for then works as long in another part, evaluates, or saves, so only
+    the sum shows who is slow.
     """
     found: dict[int, str] = {}
     step_s = max((sum(parts.values()) for parts in work.values()), default=0.0)
-    for parts in (("data",), _WORK):
+    for parts in (("data",), (*_WORK, *_FOR_ALL)):
         own = {rank: sum(seconds[part] for part in parts) for rank, seconds in work.items()}
         for rank, seconds in own.items():
             others = [other for other in work if other != rank]
@@ -144,7 +145,8 @@ def find_slow(work: Work) -> dict[int, str]:
             if seconds < _FACTOR * usual or seconds - usual < max(_SHARE * step_s, _LEAST_S):
                 continue
             extra = {part: work[rank][part] - median(work[other][part] for other in others) for part in parts}
-            found.setdefault(rank, max(extra, key=lambda part: extra[part]))
+            if (cause := max(extra, key=lambda part: extra[part])) in _WORK:
+                found.setdefault(rank, cause)
     return found
 
 

@@ -14,7 +14,7 @@ from composer_dist.flight_recorder import FILE as COLLECTIVES
 from composer_dist.launch.args import HangTimeouts
 from composer_dist.launch.nodes import Nodes, all_have_seen, is_stalled_everywhere
 from composer_dist.launch.report import join_ranks, say
-from composer_dist.launch.stacks import STACK_FILE, Stack, collect, native, of_crash
+from composer_dist.launch.stacks import STACK_FILE, Stack, collect, native, of_crash, run_folder
 from composer_dist.launch.verdict import NOT_BEGUN, Verdict, View, decide, describe_call, describe_place, left, view
 from composer_dist.progress import Board, RankProgress
 
@@ -160,7 +160,7 @@ class Watch:
         self._update(0.0, exits)
         has_others = any(lr in self._tracks for lr in self._envs if lr not in failed)
         if self._nodes is not None:
-            self._nodes.reads_all = True
+            self._nodes.read_all(True)
             self._tell_nodes(exits)
             is_answered = self._nodes.refresh()
             if is_answered and self._nodes.verdict is not None:
@@ -255,7 +255,7 @@ class Watch:
             return is_alone and self.is_stalled(exits)
         if not is_over or not self._nodes.reads_all:
             self._over_since_s = time.monotonic()
-            self._nodes.reads_all = is_over
+            self._nodes.read_all(is_over)
             return False
         # First all others have the time to write a message.
         if self._nodes.unheard() and time.monotonic() - self._over_since_s < _NODES_HEARD_S:
@@ -422,7 +422,7 @@ class Watch:
 
     def _tell(self, lines: Sequence[str], texts: Mapping[int, str]) -> None:
         """Print the report, and write it with all stacks."""
-        folders = [self._folder, *self._run_folders()]
+        folders = [folder for folder in (self._folder, run_folder(self._envs)) if folder is not None]
         text = "".join(["\n".join(lines), "\n", *(text for _, text in sorted(texts.items()))])
         for folder in folders:
             # Not an error: the console has the report anyway.
@@ -431,13 +431,6 @@ class Watch:
         for line in lines:
             say(f"composer: {line}", "stderr")
         say(f"composer: the stacks of all ranks are in {folders[-1] / 'hang.txt'}", "stderr")
-
-    def _run_folders(self) -> list[Path]:
-        """Return the run folder, if a rank has recorded it."""
-        for env in self._envs.values():
-            with suppress(OSError):
-                return [Path(Path(env[STACK_FILE]).with_name("run_folder").read_text(encoding="utf-8"))]
-        return []
 
 
 def report(verdict: Verdict, views: Sequence[View], headline: str | None = None) -> list[str]:
