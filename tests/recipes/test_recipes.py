@@ -1,8 +1,10 @@
 """The recipes in examples/: their data, their presets, the rules of their comparisons, and the tables."""
 
+import contextlib
 import importlib
 import json
 import math
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -581,6 +583,37 @@ def test_a_log_is_replaced_by_a_whole_one_only(race, tmp_path):
         race(quality="1 / (3 - seed)")
     assert json.loads((tmp_path / "log.json").read_text()) == before
     assert json.loads((tmp_path / "log.json.unfinished").read_text())["seeds"] == [0, 1, 2]
+
+
+def test_what_a_failed_race_has_measured_is_not_overwritten(race, tmp_path, monkeypatch):
+    race()
+    monkeypatch.chdir(tmp_path)
+    command, source = [str(tmp_path / "small_1.py"), "--seeds", "2"], (tmp_path / "small_1.py").read_text()
+    for quality in ("1 / (1 - seed)", "1 / seed", "0.9 + seed / 99"):
+        (tmp_path / "small_1.py").write_text(source.replace("0.81 + seed / 100", quality))
+        with contextlib.nullcontext() if quality.startswith("0.9") else pytest.raises(ZeroDivisionError):
+            main(command)
+    logs = tmp_path / "runs/race"
+    assert {path.name for path in logs.iterdir()} == {"small_1.json.unfinished", "small_1-2.json"}
+    assert json.loads((logs / "small_1.json.unfinished").read_text())["seeds"] == [0]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("return [(0.1, 0.0), (2.0, 0.81 + seed / 100)]", "return []", r"must return one point or more.*'quick' with"),
+        ("TASK = Task(", "TASK = Tusks(", r"small_1\.py, line \d+: NameError: name 'Tusks'"),
+        ("TASK = Task(", "TASK = = Task(", r"small_1\.py: SyntaxError: invalid syntax \(small_1\.py, line \d+\)"),
+    ],
+)
+def test_a_recipe_that_cannot_race_is_named_in_one_line(race, tmp_path, capsys, old, new, message):
+    race()
+    path = tmp_path / "small_1.py"
+    path.write_text(path.read_text().replace(old, new))
+    assert main([str(path), "--log", str(tmp_path / "other.json")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(f"^composer race: error: .*{message}", line)
+    assert not list(tmp_path.glob("other.json*"))
 
 
 @pytest.mark.parametrize(("old", "new"), [('setup="-"', 'setup="other"'), ("target=0.8", "target=0.1")])
