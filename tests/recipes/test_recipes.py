@@ -19,6 +19,7 @@ from torchvision.datasets import VisionDataset
 from transformers import PreTrainedTokenizerFast
 
 from composer import Callback, Trainer
+from composer.algorithms import WhiteningInit
 from composer.cli.race import Entry, evaluate, main
 from composer.models import HuggingFaceModel
 
@@ -304,16 +305,20 @@ def test_presets_of_speed_records_learn_their_samples(recipe, name):
         heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
         model = preset.make_model(hidden_size=16, intermediate_size=32, num_hidden_layers=2, **heads)
         samples = [{"input_ids": tokens, "labels": tokens} for tokens in torch.randint(64, (8, 16))]
+        algorithms = preset.make_algorithms()
     else:
         preset = recipe("presets").Airbench94(batch_size=8, widths=(8, 16, 16))
         model = preset.make_model(num_classes=2)
+        assert not any(isinstance(each, WhiteningInit) for each in preset.make_algorithms())
+        algorithms = preset.make_algorithms(torch.rand(8, 3, 32, 32))
+        assert isinstance(algorithms[0], WhiteningInit)
         samples = list(zip(torch.rand(8, 3, 32, 32), [0, 1] * 4, strict=True))
     losses = Losses()
     with Trainer(
         model,
         train_dataloader=DataLoader(samples, batch_size=8),
         max_duration="20ba",
-        algorithms=preset.make_algorithms(),
+        algorithms=algorithms,
         optimizers=preset.make_optimizer(model),
         schedulers=preset.make_scheduler(),
         callbacks=losses,
