@@ -10,6 +10,10 @@ import optuna
 import pytest
 from optuna.storages.journal import JournalFileBackend
 
+from composer.cli import sweep as command
+from composer.cli._runs import Sweep
+from composer.cli._values import named_runs, split_values
+
 RECIPE = """\
 model:
   _target_: composer.models.ComposerClassifier
@@ -134,6 +138,141 @@ def test_a_study_goes_on_where_it_was_interrupted(folder):
 def metrics_of(trial):
     name = trial.user_attrs.get("run_name", f"trial-{trial.number}")
     return sorted(Path("runs/recipe-sweep").glob(f"{name}*/metrics.jsonl"))[-1]
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("", [""]),
+        ("'',1", ["''", "1"]),
+        ("don't,won't", ["don't", "won't"]),
+        ("'a,b',c", ["'a,b'", "c"]),
+        ("'it''s, so',c", ["'it''s, so'", "c"]),
+        (r'"a\",b",c', [r'"a\",b"', "c"]),
+        ("[1,'a,]'], [2]", ["[1,'a,]']", "[2]"]),
+        ("{a: 'b,}'},null,true", ["{a: 'b,}'}", "null", "true"]),
+        ("a],b", ["a]", "b"]),
+        ("1..3,9", ["1", "2", "3", "9"]),
+        ("3..1,-1..0", ["3", "2", "1", "-1", "0"]),
+        ("'1..3'", ["'1..3'"]),
+        ("../data", ["../data"]),
+        ("a..b,..", ["a..b", ".."]),
+    ],
+)
+def test_values_are_split_where_yaml_would_begin_another(text, values):
+    assert split_values(f"x={text}") == ("x", values)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("1,", "on each side of a comma"),
+        (",1", "on each side of a comma"),
+        ("1,,2", "on each side of a comma"),
+        ("'a,b", "quotation mark ' that must be closed"),
+        ("['a,b]", "quotation mark ' that must be closed"),
+        ("1..2..3", "'1..2..3' .* must be a range of whole numbers"),
+        ("1..", "'1..' .* must be a range of whole numbers"),
+        ("..5", "'..5' .* must be a range of whole numbers"),
+        ("1..x", "'1..x' .* must be a range of whole numbers"),
+        ("0.1..0.5,1", "'0.1..0.5' .* must be a range of whole numbers"),
+    ],
+)
+def test_values_that_are_not_whole_are_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        split_values(f"x={text}")
+
+
+def test_long_names_of_runs_are_files_and_stay_distinct_and_the_same():
+    alike = "é" * 300
+    names = list(named_runs([f"note={alike}1,{alike}2", "seed=1"]))
+    assert len(set(names)) == 2
+    assert all(len(name.encode()) <= 200 for name in names)
+    assert next(iter(named_runs([f"note={alike}2,{alike}3", "seed=1"]))) == names[1]
+
+
+def record(folder, plan):
+    """Leave the folder of a run that was interrupted."""
+    own = folder / plan.values["run_name"]
+    own.mkdir(parents=True)
+    (own / "config.json").write_text(json.dumps({"run_name": own.name}))
+    (own / "metrics.jsonl").touch()
+    (own / "recipe.yaml").write_text(plan.text)
+
+
+def test_a_run_whose_recipe_has_changed_gets_another_name(folder):
+    def claim(*changes):
+        return Sweep(["-n", "1", "--runs", "runs", "recipe.yaml", "--allow", "parts_of_sweep"]).claim(
+            "seed=1", ["--allow", "parts_of_sweep", "seed=1", *changes]
+        )
+
+    name, changes, plan = claim()
+    assert (name, changes[-1], plan.values["run_name"]) == ("seed=1", "run_name=seed=1", "seed=1")
+    record(folder / "runs", plan)
+    assert claim()[0] == "seed=1"
+    name, changes, plan = claim("max_duration=2ba")
+    assert (name, changes[-1], plan.values["run_name"]) == ("seed=1-2", "run_name=seed=1-2", "seed=1-2")
+    record(folder / "runs", plan)
+    assert claim("max_duration=2ba")[0] == "seed=1-2"
+    assert claim()[0] == "seed=1"
+
+
+def test_the_new_name_of_a_run_is_not_that_of_the_next_one(folder):
+    sweep = Sweep(["-n", "1", "--runs", "runs", "recipe.yaml", "--allow", "parts_of_sweep"])
+    record(folder / "runs", sweep.claim("note", ["--allow", "parts_of_sweep", "seed=1"])[2])
+    again = Sweep(["-n", "1", "--runs", "runs", "recipe.yaml", "--allow", "parts_of_sweep"])
+    runs = {"note": "seed=2", "note-2": "seed=3"}
+    names = [again.claim(name, ["--allow", "parts_of_sweep", change])[0] for name, change in runs.items()]
+    assert names == ["note-2", "note-2-2"]
+
+
+@pytest.mark.parametrize(
+    ("options", "values"),
+    [
+        ([], ["seed=1,2", "run_name=plum"]),
+        ([], ["seed=1,2", "run_name=plum,pear"]),
+        (["--optuna", "3", "--minimize", "loss"], ["seed=1..9", "run_name=plum"]),
+    ],
+)
+def test_one_name_for_several_runs_is_refused(folder, capsys, options, values):
+    assert command.main([*options, "-n", "1", "recipe.yaml", "--allow", "parts_of_sweep", *values]) == 2
+    assert re.search(
+        "run_name= cannot be combined with .* need different names. Leave it out.", capsys.readouterr().err
+    )
+    assert not list(folder.glob("runs/**/metrics.jsonl"))
+
+
+@pytest.mark.parametrize("options", [[], ["--optuna", "3", "--minimize", "loss"]])
+def test_runs_that_would_resume_from_those_of_another_are_refused(folder, capsys, options):
+    values = ["seed=1..2", "autoresume=true", "save_folder=saved"]
+    assert command.main([*options, "-n", "1", "recipe.yaml", "--allow", "parts_of_sweep", *values]) == 2
+    assert "Pass 'save_folder=saved/{run_name}'." in capsys.readouterr().err
+    assert not list(folder.glob("runs/**/metrics.jsonl"))
+
+
+@pytest.mark.parametrize("where", ["saved/{run_name}", "saved/${seed}"])
+def test_runs_that_resume_in_folders_of_their_own_are_not_refused(folder, capsys, where):
+    values = ["seed=1..2", "autoresume=true", f"save_folder={where}"]
+    assert command.main(["--dry-run", "-n", "1", "recipe.yaml", "--allow", "parts_of_sweep", *values]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_names_that_differ_by_a_reference_may_be_given(folder, capsys):
+    arguments = ["--dry-run", "-n", "1", "recipe.yaml", "--allow", "parts_of_sweep", "seed=1,2", "run_name=s-${seed}"]
+    assert command.main(arguments) == 0
+    assert capsys.readouterr().out.count("run_name=s-${seed}") == 2
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [["-N", "2"], ["--world_size", "2", "--node_rank", "0", "--master_addr", "node-0", "--master_port", "1"]],
+)
+def test_a_sweep_over_several_nodes_is_refused_except_for_its_commands(folder, capsys, nodes):
+    arguments = ["-n", "1", *nodes, "recipe.yaml", "--allow", "parts_of_sweep", "seed=1,2"]
+    assert command.main(arguments) == 2
+    assert "a sweep trains on one node" in capsys.readouterr().err
+    assert command.main(["--dry-run", *arguments]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
 
 
 @pytest.mark.parametrize(

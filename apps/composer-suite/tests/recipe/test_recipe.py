@@ -23,6 +23,7 @@ from composer.loggers import InMemoryLogger
 from composer.models import ComposerClassifier
 from composer.optim import CosineAnnealingWithWarmupScheduler, DecoupledAdamW
 from composer.recipe import RecipeError, _components, load_recipe
+from composer.recipe.__main__ import main
 from composer.recipe.data import dataloader
 from composer_dist import reproducibility
 
@@ -165,6 +166,14 @@ def test_the_launcher_runs_a_recipe_and_keeps_it_in_the_run_folder(folder):
     subprocess.run(command, check=True, timeout=120)
     (kept,) = Path("kept").glob("*/recipe.yaml")
     assert yaml.safe_load(kept.read_text()) == load("max_duration=2ba").values
+
+
+def test_a_recipe_trains_if_the_folder_of_its_run_cannot_be_written(folder, monkeypatch):
+    Path("file").touch()
+    monkeypatch.setenv("COMPOSER_RUNS", "file/below")
+    with pytest.warns(RuntimeWarning, match="cannot be written, so this run leaves no record"):
+        assert main(["recipe.yaml", "--allow", "rows_of_recipes", "max_duration=2ba", "save_folder=saved"]) == 0
+    assert list(Path("saved").glob("*ba2*"))
 
 
 def test_included_files_are_merged_in_order_and_the_file_itself_comes_last(folder):

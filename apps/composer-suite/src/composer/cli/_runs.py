@@ -5,7 +5,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from composer.cli._values import is_named
 from composer.report.runs import CONFIG, METRICS, STATUS, read_json, write_page
 from composer_dist.launch.args import parse_options
 from composer_dist.launch.main import main as launch
-from composer_dist.launch.topology import child_command
+from composer_dist.launch.topology import child_command, resolve, resolve_nproc
 
 if TYPE_CHECKING:
     from composer.recipe import Plan
@@ -47,7 +47,47 @@ class Sweep:
         self.folder = Path(options.runs or Path("runs", f"{Path(recipe).stem}-sweep"))
         self.arguments = list(command[num_before:])
         self._start = [*([] if options.runs else ["--runs", str(self.folder)]), *command[:num_before]]
+        self._claimed = set[str]()
+        self._options = options
         self._interruptions = [128 + signal.Signals[name.strip()] for name in options.signals_to_handle.split(",")]
+
+    def check_nodes(self) -> None:
+        """Check that all ranks are on this node.
+
+        Each node would decide by its own folder which runs have finished, so that ranks could train different runs
+        together.
+
+        Raises:
+            ValueError: If some ranks are on other nodes.
+        """
+        options = self._options
+        if options.nnodes is None:
+            is_multi_node = resolve(options, os.environ, resolve_nproc(options, os.environ, _count)).is_multi_node
+        else:
+            is_multi_node = options.nnodes.rpartition(":")[2] != "1"
+        if is_multi_node:
+            raise ValueError(
+                "a sweep trains on one node. For several nodes, print the commands with --dry-run, and run each "
+                "of them on all nodes."
+            )
+
+    def check_folders(self, plans: Iterable["Plan"]) -> None:
+        """Check that no run would resume from the checkpoints of another one.
+
+        Raises:
+            ValueError: If runs with `autoresume` have the same `save_folder`.
+        """
+        seen = set[str]()
+        for values in (plan.values for plan in plans):
+            folder = str(values.get("save_folder") or "{run_name}")
+            if not values.get("autoresume") or "{run_name}" in f"{folder}{values.get('save_latest_filename')}":
+                continue
+            if folder in seen:
+                raise ValueError(
+                    f"save_folder={folder!r} must contain {{run_name}}, since with autoresume each run would continue "
+                    f"from the checkpoints of the one before. Pass 'save_folder={folder}/{{run_name}}'."
+                )
+            seen.add(folder)
 
     def command(self, changes: Sequence[str]) -> list[str]:
         """Return the arguments of the launcher for a run."""
@@ -66,8 +106,8 @@ class Sweep:
     def claim(self, name: str, changes: Sequence[str]) -> tuple[str, list[str], "Plan"]:
         """Return the name of a run, its arguments, and its checked recipe.
 
-        The name gets a number if the folder has runs of that name with another recipe, whose checkpoints a run with
-        `autoresume` would continue from.
+        The name gets a number if another run of this sweep has it, or if the folder has runs of that name with another
+        recipe, whose checkpoints a run with `autoresume` would continue from.
 
         Raises:
             RecipeError: If the recipe is not valid.
@@ -77,9 +117,12 @@ class Sweep:
         for number in count(1):
             own = name if number == 1 else f"{name}-{number}"
             arguments = [*changes, f"run_name={own}"]
+            if own in self._claimed:
+                continue
             plan = self.plan(arguments)
             recipes = [folder / "recipe.yaml" for folder, _ in _kept((self.folder / own).parent, own)]
             if all(each.read_text(encoding="utf-8") == plan.text for each in recipes if each.is_file()):
+                self._claimed.add(own)
                 return own, arguments, plan
         raise AssertionError
 
@@ -140,6 +183,12 @@ class Sweep:
             facts["status"] = "failed"
         facts["error"] = facts.get("error") or f"The run ended with exit status {status}. Its output has the cause."
         (folder / STATUS).write_text(json.dumps(facts, indent=1))
+
+
+def _count() -> int:
+    import torch  # slow, so only if the number of processes is not given
+
+    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 
 def _kept(folder: Path, name: str | None = None) -> Iterator[tuple[Path, str]]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from composer.cli._runs import Sweep
-from composer.cli._values import Range, split_values
+from composer.cli._values import Range, is_named, split_values
 from composer.loggers._service_queue import require
 from composer.recipe._read import nearest
 from composer.report.runs import read_run
@@ -34,6 +34,8 @@ def search(sweep: Sweep, num_trials: int, direction: str, metric: str) -> int:
     """
     optuna, journal = require("optuna", extra="optuna"), require("optuna.storages.journal", extra="optuna")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
+    if is_named(sweep.arguments):
+        raise ValueError("run_name= cannot be combined with --optuna, whose runs need different names. Leave it out.")
     values: dict[str, list[str] | Range] = {}
     fixed: list[str] = []
     for argument in sweep.arguments:
@@ -45,8 +47,9 @@ def search(sweep: Sweep, num_trials: int, direction: str, metric: str) -> int:
     if not values:
         raise ValueError("--optuna needs values to choose from, such as lr=1e-4..1e-2 or batch_size=16,32.")
     space = {key: _distribution(optuna, choice) for key, choice in values.items()}
-    texts = [sweep.plan([*fixed, *_spell(params)]).text for params in _corners(values)]  # errors before anything trains
-    digest = hashlib.sha256("\n".join(texts).encode()).hexdigest()
+    plans = [sweep.plan([*fixed, *_spell(params)]) for params in _corners(values)]  # errors before anything trains
+    sweep.check_folders(plans)
+    digest = hashlib.sha256("\n".join(plan.text for plan in plans).encode()).hexdigest()
     try:
         lock = FolderLock(sweep.folder).acquire()
     except FolderInUseError:

@@ -14,8 +14,8 @@ _USAGE = (
 _DESCRIPTION = """\
 Train a recipe once for each combination of values, one run after the other, and write a page that compares the runs.
 
-  KEY=A,B         these values; commas within brackets do not separate
-  KEY=1..5        whole numbers from 1 to 5
+  KEY=A,B         these values; commas within brackets or quotation marks do not separate
+  KEY=1..5        whole numbers from 1 to 5; also in a list, as in 1..5,9
   KEY=0.1..0.5    with --optuna, a number between these
   KEY=1e-4..1e-2  with --optuna, the same on a logarithmic scale
 
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,  # other options are those of the launcher
     )
-    parser.add_argument("--dry-run", action="store_true", help="print the commands, one a line, for a job array")
+    parser.add_argument("--dry-run", action="store_true", help="print the commands, one per line, for a job array")
     parser.add_argument("--optuna", type=int, metavar="N", help="choose the values of N runs with Optuna")
     goal = parser.add_mutually_exclusive_group()
     for direction in ("minimize", "maximize"):
@@ -49,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--optuna must be 1 or more, without --dry-run.")
     try:
         sweep = Sweep(command)
+        if not asked.dry_run:
+            sweep.check_nodes()
         if asked.optuna is None:
             return _train_all(sweep, dry_run=asked.dry_run)
         from composer.cli._study import search  # loads torch
@@ -62,6 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _train_all(sweep: Sweep, *, dry_run: bool) -> int:
     # Errors before anything trains.
     runs = [sweep.claim(name, changes) for name, changes in named_runs(sweep.arguments).items()]
+    if len({str(plan.values["run_name"]) for _, _, plan in runs}) < len(runs):
+        raise ValueError("run_name= cannot be combined with several runs, which need different names. Leave it out.")
+    sweep.check_folders(plan for _, _, plan in runs)
     missing = [run for run in runs if sweep.finished(run[2]) is None]
     if len(missing) < len(runs):
         sys.stderr.write(f"composer sweep: finished already: {len(runs) - len(missing)} of {len(runs)} runs.\n")
