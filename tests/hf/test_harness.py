@@ -279,7 +279,7 @@ def test_an_unknown_task_is_refused_before_training(tmp_path):
             device="cpu",
             progress_bar=False,
         ) as trainer,
-        pytest.raises(ValueError, match="cannot be loaded: .*'hellaswagg' is not"),
+        pytest.raises(ValueError, match=r"cannot be loaded: .*'hellaswagg' is not"),
     ):
         trainer.fit()
     assert trainer.state.timestamp.batch == 0

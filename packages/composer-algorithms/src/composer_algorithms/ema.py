@@ -402,9 +402,9 @@ def post_hoc_ema(
     """Reconstruct a power average that was not computed during training.
 
     The result is the combination of the snapshots whose weights of the training steps are closest to those of the
-    average, in the least-squares sense, divided by the sum of its coefficients: of constant weights, the result is those
-    weights. Take snapshots of two averages at regular intervals; the more there are, the closer the result. Powers
-    between those of the two averages are reconstructed best.
+    average, in the least-squares sense, divided by the sum of its coefficients, so that constant weights stay as they
+    are. Take snapshots of two averages at regular intervals; the more there are, the closer the result. Powers between
+    those of the two averages are reconstructed best.
 
     Args:
         snapshots: Number of updates, power and tensors of each average: results of `EMA(power=(16.97, 6.94)).snapshots`

@@ -41,8 +41,8 @@ class LMEvalHarness(Callback):
     Raises:
         MissingConditionalImportError: If lm-eval is not installed.
         ValueError: If an argument is invalid; when training begins, if the tokenizer is missing, it has no
-            `eos_token_id`, the maximum length is unknown, or a task does not exist; in evaluation, if a continuation is longer than
-            `max_length` or a task samples.
+            `eos_token_id`, the maximum length is unknown, or a task does not exist; in evaluation, if a continuation is
+            longer than `max_length` or a task samples.
 
     Example:
         >>> callback = LMEvalHarness(['hellaswag', 'arc_easy'], interval='1000ba', limit=500)

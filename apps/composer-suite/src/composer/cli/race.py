@@ -136,7 +136,7 @@ class Entry:
         """Import the file of a recipe.
 
         Raises:
-            ValueError: If it raises an error, it does not define `TASK` and `RECIPE`, or the recipe has no learning rate.
+            ValueError: If its import fails, or it does not define `TASK` and `RECIPE`, which needs a learning rate.
         """
         spec = importlib.util.spec_from_file_location(path.stem, path)
         if spec is None or spec.loader is None or not path.exists():
@@ -148,8 +148,10 @@ class Entry:
         try:
             spec.loader.exec_module(module)
         except Exception as error:
-            places = [frame for frame in extract_tb(error.__traceback__) if Path(frame.filename).resolve() == path.resolve()]
-            line = f", line {places[-1].lineno}" if places else ""
+            frames = [
+                each for each in extract_tb(error.__traceback__) if Path(each.filename).resolve() == path.resolve()
+            ]
+            line = f", line {frames[-1].lineno}" if frames else ""
             raise ValueError(f"{path}{line}: {type(error).__name__}: {error}") from error
         task, arm = getattr(module, "TASK", None), getattr(module, "RECIPE", None)
         if not isinstance(task, Task) or not isinstance(arm, Arm) or arm.lr is None:
