@@ -376,8 +376,9 @@ def _load_by_class(attribute: str) -> Callable[[State, Any], None]:
 def _load_algorithms(state: State, saved: Any) -> None:
     _load_by_class("algorithms")(state, saved)
     present = {type(algorithm).__qualname__ for algorithm in state.algorithms}
-    pairs: Any = saved.items() if isinstance(saved, Mapping) else saved  # a dict in old checkpoints
-    for name, algorithm_state in pairs:
+    if isinstance(saved, Mapping):  # in old checkpoints
+        saved = list(cast("Mapping[str, Any]", saved).items())
+    for name, algorithm_state in cast("Sequence[tuple[str, Any]]", saved):
         # EMA's name for it: the trained weights are in its own state, which nothing reads if it is absent.
         if name not in present and algorithm_state.get("ema_weights_active"):
             _warn(
