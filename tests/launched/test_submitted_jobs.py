@@ -195,11 +195,14 @@ def test_a_job_is_written_and_not_overwritten_where_there_is_no_client(script, t
         ("--to slurm", "composer --node-rank 1 train.py", "--node-rank cannot be combined"),
         ("--to slurm --namespace ml", "composer train.py", "--namespace cannot be combined with --to slurm"),
         ("--to slurm --grace 5", "composer train.py", "must be 20 seconds or more"),
-        ("--to slurm --name Big_Run", "composer train.py", "lowercase"),
+        ("--to slurm --name Big_Run", "composer -n 1 train.py", "lowercase"),
         ("--to slurm --gpus-per-node -3", "composer train.py", "must be 0 or more"),
-        ("--to slurm --env A", "composer train.py", "NAME=VALUE"),
+        ("--to slurm --env A", "composer -n 1 train.py", "NAME=VALUE"),
         ("--to kubernetes", "composer train.py", "--image"),
         ("--to skypilot", "composer -n 8 train.py", "--gpu-type"),
+        ("--to slurm", "composer -N 2 train.py", "`-n` or `--gpus-per-node` must be given"),
+        ("--to kubernetes --image a/b:1", "composer train.py", "`-n` or `--gpus-per-node` must be given"),
+        ("--to skypilot --gpu-type H100", "composer train.py", "`-n` or `--gpus-per-node` must be given"),
     ],
 )
 def test_what_would_fail_on_the_cluster_is_refused_here(script, capsys, arguments, command, said):
