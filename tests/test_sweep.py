@@ -263,6 +263,32 @@ def test_names_that_differ_by_a_reference_may_be_given(folder, capsys):
     assert capsys.readouterr().out.count("run_name=s-${seed}") == 2
 
 
+@pytest.mark.parametrize("options", [[], ["--optuna", "3", "--minimize", "loss"]])
+def test_a_folder_that_cannot_have_the_runs_is_refused_before_any_run(folder, capsys, options):
+    arguments = [*options, "-n", "1", "--runs", "taken", "recipe.yaml", "--allow", "parts_of_sweep", "seed=1,2"]
+    (folder / "taken").touch()
+    assert command.main(arguments) == 2
+    shown = capsys.readouterr()
+    assert "taken is not a folder" in shown.err
+    assert "sweep:" not in shown.out
+
+
+@pytest.mark.parametrize("options", [[], ["--optuna", "3", "--minimize", "loss"]])
+def test_two_sweeps_do_not_train_in_one_folder_at_once(folder, capsys, options):
+    arguments = ["-n", "1", "--runs", "runs", "recipe.yaml", "--allow", "parts_of_sweep", "seed=1,2"]
+    other = "from composer_checkpoint.lock import FolderLock; FolderLock('runs').acquire(); print(); input()"
+    process = subprocess.Popen([sys.executable, "-c", other], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process.stdout.readline()  # it has the lock
+    try:
+        assert command.main([*options, *arguments]) == 2
+        shown = capsys.readouterr()
+        assert "another sweep trains in 'runs'" in shown.err
+        assert "sweep:" not in shown.out
+        assert command.main(["--dry-run", *arguments]) == 0
+    finally:
+        process.communicate(b"\n", timeout=60)
+
+
 @pytest.mark.parametrize(
     "nodes",
     [["-N", "2"], ["--world_size", "2", "--node_rank", "0", "--master_addr", "node-0", "--master_port", "1"]],
