@@ -124,6 +124,15 @@ def test_a_failed_step_is_not_requeued(clients, script, tmp_path):
     assert clients.read_text() == f"sbatch {tmp_path}/train.sbatch\n"
 
 
+@pytest.mark.parametrize("command", ["composer -N 2 -n 4 doctor --port 29500", "composer -N 2 -n 4 recipe.yaml lr=1"])
+def test_a_job_may_run_what_the_launcher_runs_besides_scripts(script, tmp_path, capsys, command):
+    (tmp_path / "recipe.yaml").touch()
+    assert submit("--to", "slurm", "--dry-run", command=command) == 0
+    written = capsys.readouterr().out
+    assert f"composer --shutdown-timeout=110 {command.removeprefix('composer -N 2 ')} &" in written
+    assert f"--job-name={Path(shlex.split(command)[5]).stem}\n" in written
+
+
 def test_options_of_slurm_are_directives(clients, script, capsys):
     options = "--time 04:00:00 --partition long --account team --gpu-type h100 --image a/b:1 --cpus-per-node 32"
     assert submit("--to", "slurm", *options.split(), "--env", "A=b c", "--grace", 60, "--dry-run") == 0

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import yaml
 
 from composer_dist.launch.args import Options, option, parse_options
-from composer_dist.launch.main import check_command
+from composer_dist.launch.main import check_command, find_interpreter
 
 __all__ = ["main"]
 
@@ -71,7 +72,9 @@ def _make_job(asked: argparse.Namespace) -> _Job:
     launch = parse_options(arguments)
     _check_launch(launch)
     if asked.to != "kubernetes":  # its image has files of its own
-        check_command(launch)
+        ran = copy(launch)
+        find_interpreter(ran)
+        check_command(ran)
     num_gpus = launch.nproc if asked.gpus_per_node is None else asked.gpus_per_node
     if num_gpus is None:  # without a GPU, the cluster would train on the CPU
         raise ValueError(
