@@ -217,6 +217,15 @@ def test_a_run_whose_recipe_has_changed_gets_another_name(folder):
     assert claim()[0] == "seed=1"
 
 
+def test_the_recipe_of_a_run_finds_what_is_in_the_current_folder(folder, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (folder / "runs/plum").mkdir(parents=True)
+    (folder / "parts_of_plum.py").write_text(PARTS)
+    (folder / "runs/plum/recipe.yaml").write_text(RECIPE.replace("parts_of_sweep", "parts_of_plum"))
+    allow = ["--allow", "parts_of_plum"]
+    assert Sweep(["-n", "1", "runs/plum/recipe.yaml", *allow]).plan(allow).values["max_duration"] == "3ba"
+
+
 def test_the_new_name_of_a_run_is_not_that_of_the_next_one(folder):
     sweep = Sweep(["-n", "1", "--runs", "runs", "recipe.yaml", "--allow", "parts_of_sweep"])
     record(folder / "runs", sweep.claim("note", ["--allow", "parts_of_sweep", "seed=1"])[2])
