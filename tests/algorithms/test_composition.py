@@ -24,7 +24,6 @@ from composer.loggers import LoggerDestination
 from composer.models import ComposerClassifier, ComposerGPT, ComposerModel
 from composer_dist import dist, reproducibility
 from composer_dist.testing import run_ranks
-from composer_events import NoEffectWarning
 from composer_events.seeded_batches import SeededBatches
 
 CLASSES, SAMPLES, BATCH = 3, 16, 8
@@ -226,7 +225,7 @@ ROWS = {
         reasons={"optimizer": "sets its groups"},
     ),
     "NoOpModel": Row(algorithms.NoOpModel),
-    "ProgressiveResizing": Row(partial(algorithms.ProgressiveResizing, delay_fraction=0.2), "conv"),
+    "ProgressiveResizing": Row(partial(algorithms.ProgressiveResizing, initial_scale=0.75, delay_fraction=0.2), "conv"),
     "QKNorm": Row(algorithms.QKNorm, "gpt2", functional.apply_qk_norm),
     "RandAugment": Row(algorithms.RandAugment, "conv", reasons=PER_BATCH),
     "SAM": Row(algorithms.SAM),
@@ -571,15 +570,12 @@ class Plain(ComposerModel):
 MODELS["plain"] = (Plain, sentences)
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_an_algorithm_that_warns_of_no_effect_has_none(name):
-    with warnings.catch_warnings(record=True) as caught, make_trainer(replace(ROWS[name], model="plain")) as trainer:
-        warnings.simplefilter("always")
-        if not any(issubclass(one.category, NoEffectWarning) for one in caught):
-            pytest.skip("warns of nothing on this model")
+@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.surgery and name not in ("GatedLinearUnits", "MuP")])
+@pytest.mark.filterwarnings("ignore")
+def test_surgery_that_finds_nothing_to_change_has_no_effect_on_training(name):
+    with make_trainer(replace(ROWS[name], model="plain")) as trainer, make_trainer(Row(list, "plain")) as alone:
         trainer.fit(duration="1ep")
-        with make_trainer(Row(list, "plain")) as alone:
-            alone.fit(duration="1ep")
+        alone.fit(duration="1ep")
     assert_close(trainer.state.model.seen, alone.state.model.seen, rtol=0, atol=0)
     assert_close(weights_of(trainer), weights_of(alone), rtol=0, atol=0)
 
@@ -588,7 +584,7 @@ def traits_of(model):
     """Return what algorithms may leave in a model: names and forms of its tensors, classes, hooks and settings."""
     found = {name: (value.shape, value.dtype) for name, value in model.state_dict().items()}
     for name, module in model.named_modules():
-        held = {**vars(module), **vars(getattr(module, "config", module))}
+        held = {**vars(module), **getattr(getattr(module, "config", None), "__dict__", {})}
         plain = {key: value for key, value in held.items() if isinstance(value, int | float | str | None)}
         hooks = len(module._forward_hooks) + len(module._forward_pre_hooks)
         found[f"module {name}"] = type(module).__qualname__, hooks, plain
@@ -605,8 +601,8 @@ def test_the_same_algorithm_twice_is_refused_or_leaves_the_model_as_one_does(nam
                 trainer.fit()
                 left.append(traits_of(trainer.state.model))
         except ValueError as refusal:
-            assert left, refusal
-            assert name.partition("(")[0] in str(refusal)
+            if not left or f"{type(row.make()).__name__} cannot be combined with another" not in str(refusal):
+                raise
             return
     assert left[0] == left[1]
 

@@ -256,7 +256,7 @@ class Alibi(ModelSurgery):
 
     On `AFTER_DATALOADER` each sequence of a batch is split into `1 / train_sequence_length_scaling` shorter ones: a
     tensor of shape `(B, S)` becomes `(B / scaling, S * scaling)`. Values per example, such as class labels, are
-    repeated. Evaluation uses whole sequences, and so does the training of a model that ALiBi does not support. Loading a
+    repeated. Evaluation uses whole sequences, and so does training if the model has no supported module. Loading a
     checkpoint of a model with ALiBi applies the algorithm.
 
     Args:
