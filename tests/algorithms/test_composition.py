@@ -570,7 +570,9 @@ class Plain(ComposerModel):
 MODELS["plain"] = (Plain, sentences)
 
 
-@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.surgery and name not in ("GatedLinearUnits", "MuP")])
+@pytest.mark.parametrize(
+    "name", [name for name, row in ROWS.items() if row.surgery and name not in ("GatedLinearUnits", "MuP")]
+)
 @pytest.mark.filterwarnings("ignore")
 def test_surgery_that_finds_nothing_to_change_has_no_effect_on_training(name):
     with make_trainer(replace(ROWS[name], model="plain")) as trainer, make_trainer(Row(list, "plain")) as alone:

@@ -86,7 +86,9 @@ class ZLoss(Method):
         log_z = getattr(outputs, "log_z", None)  # of a loss that was computed without logits
         # The only logit of a token with the same normalizer.
         logits = require_tensor(outputs, "the model's output") if log_z is None else log_z[..., None]
-        logits, mask = _of_pixels(logits, state.batch) if logits.ndim == 4 else (logits, self._mask(state, logits.shape))
+        logits, mask = (
+            _of_pixels(logits, state.batch) if logits.ndim == 4 else (logits, self._mask(state, logits.shape))
+        )
         state.loss = add_term(state.loss, "z_loss", self.coefficient * z_loss(logits, mask))
 
     def _mask(self, state: State, shape: torch.Size) -> Tensor | None:
