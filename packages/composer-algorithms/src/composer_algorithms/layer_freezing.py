@@ -137,6 +137,7 @@ class LayerFreezing(Method):
         check_interval("(0, inf)", interval=self._interval.value)
         self._is_due = create_interval_scheduler(self._interval, include_end_of_training=False, checkpoint_events=False)
         ends = {TimeUnit.EPOCH: Event.EPOCH_END, TimeUnit.ITERATION: Event.ITERATION_END}
+        self._is_each_epoch = self._interval.unit == TimeUnit.EPOCH and self._interval.value == 1
         self._end = ends.get(self._interval.unit, Event.BATCH_END)
         self.acts_on = frozenset({Event.AFTER_LOAD, Event.FIT_START, self._end})
         self._freeze_depth = 0
@@ -151,7 +152,7 @@ class LayerFreezing(Method):
     def match(self, event: Event, state: State) -> bool:
         """Return whether an interval has ended, training starts, or a loaded state has yet to be applied."""
         if event == self._end:
-            return self._interval == Time(1, "ep") or self._is_due(state, event)
+            return self._is_each_epoch or self._is_due(state, event)
         return event == Event.FIT_START or (self._is_loaded and event == Event.AFTER_LOAD)
 
     def apply(self, event: Event, state: State, logger: Logger | None) -> None:
@@ -187,8 +188,8 @@ class LayerFreezing(Method):
         last = max(math.ceil(total / interval) - 1, 0) * interval / total  # the last time before the end
         if last <= (self.freeze_start**3 if self.schedule == "cubic" else self.freeze_start):
             warnings.warn(
-                f"LayerFreezing has no effect in {state.max_duration}: with interval={str(self._interval)!r}, layers are "
-                f"last frozen at {last:.0%} of training, and freeze_start={self.freeze_start!r}. Choose a shorter "
+                f"LayerFreezing has no effect in {state.max_duration}: with interval={str(self._interval)!r}, layers are"
+                f" last frozen at {last:.0%} of training, and freeze_start={self.freeze_start!r}. Choose a shorter "
                 f"interval, such as '0.05dur', or leave LayerFreezing out.",
                 NoEffectWarning,
                 stacklevel=2,
