@@ -67,7 +67,7 @@ def test_a_sample_without_the_image_is_refused_with_what_to_do(sample):
     key = 3 if isinstance(sample, tuple) else "photo" if not isinstance(sample, dict) else 0
     dataset = AlternatingFlipDataset(Stored(sample), input_key=key)
     entries = r" with the entries \['image', 'label'\]" if isinstance(sample, dict) else ""
-    message = f"input_key={key!r} selects nothing in a sample of type {type(sample).__name__}{entries}: pass"
+    message = f"input_key={key!r} selects nothing in a {type(sample).__name__}{entries}: pass"
     with pytest.raises(TypeError, match=message):
         [dataset[index] for index in range(SAMPLES)]
 

@@ -272,7 +272,7 @@ def test_an_end_token_that_is_not_one_whole_number_is_refused(cls, token):
 def test_documents_that_each_of_several_workers_would_read_are_refused():
     stream = PackedStream([[1, 2, 3]] * 4, 6, end_of_document=None)
     assert len(list(DataLoader(stream, batch_size=None, num_workers=1))) == 2
-    with pytest.raises(ValueError, match="each of the 2 workers would read all documents .* a list"):
+    with pytest.raises(ValueError, match=r"each of the 2 workers would read all documents .* a list"):
         list(DataLoader(stream, batch_size=None, num_workers=2))
 
 

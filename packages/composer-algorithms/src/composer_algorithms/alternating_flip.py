@@ -101,7 +101,7 @@ class AlternatingFlipDataset(Subset[Any]):
         except (LookupError, AttributeError) as error:
             entries = f" with the entries {list(sample)}" if isinstance(sample, Mapping) else ""
             raise UnsupportedBatchError(
-                f"input_key={self.input_key!r} selects nothing in a sample of type {type(sample).__qualname__}{entries}:"
+                f"input_key={self.input_key!r} selects nothing in a {type(sample).__qualname__}{entries}:"
                 f" pass the index, the key, or a (getter, setter) pair of the image as input_key."
             ) from error
         return batch_set(copy.copy(sample), self.input_key, image)  # a copy, since the dataset may hold the sample

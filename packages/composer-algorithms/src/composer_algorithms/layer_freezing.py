@@ -188,8 +188,8 @@ class LayerFreezing(Method):
         last = max(math.ceil(total / interval) - 1, 0) * interval / total  # the last time before the end
         if last <= (self.freeze_start**3 if self.schedule == "cubic" else self.freeze_start):
             warnings.warn(
-                f"LayerFreezing has no effect in {state.max_duration}: with interval={str(self._interval)!r}, layers are"
-                f" last frozen at {last:.0%} of training, and freeze_start={self.freeze_start!r}. Choose a shorter "
+                f"LayerFreezing has no effect in {state.max_duration}: with interval={str(self._interval)!r}, layers"
+                f" are last frozen at {last:.0%} of training, and freeze_start={self.freeze_start!r}. Choose a shorter "
                 f"interval, such as '0.05dur', or leave LayerFreezing out.",
                 NoEffectWarning,
                 stacklevel=2,

@@ -118,8 +118,8 @@ def _of_pixels(logits: Tensor, batch: Any) -> tuple[Tensor, Tensor | None]:
             return classes_last, fitting[-1] != IGNORED  # targets follow inputs
     if not maps:
         raise ValueError(
-            f"ZLoss finds no classes in logits of shape {tuple(logits.shape)}: with four dims, they are in dim 1 if the "
-            f"batch has labels of shape (batch, height, width), and it has none. Leave ZLoss out, or add z_loss(...) to "
-            f"the model's loss."
+            f"ZLoss finds no classes in logits of shape {tuple(logits.shape)}: with four dims, they are in dim 1 if "
+            f"the batch has labels of shape (batch, height, width), and it has none. Leave ZLoss out, or add "
+            f"z_loss(...) to the model's loss."
         )
     return of_pixels, None  # labels of another resolution

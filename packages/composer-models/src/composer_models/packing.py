@@ -27,7 +27,7 @@ _END = object()
 
 # The tokens and the labels of a document.
 Document: TypeAlias = tuple[Tensor, Tensor]
-TooLong: TypeAlias = Literal["split", "truncate", "drop", None]
+TooLong: TypeAlias = Literal[None, "split", "truncate", "drop"]
 
 
 class PackedDataset(Dataset[dict[str, Tensor]]):
@@ -183,13 +183,9 @@ class PackedStream(IterableDataset[dict[str, Tensor]]):
             ValueError: If each of several workers would read all documents of a map-style dataset.
         """
         worker = get_worker_info()
-        is_map_style = hasattr(self.dataset, "__getitem__") and hasattr(self.dataset, "__len__")
-        if (
-            worker is not None
-            and worker.num_workers > 1
-            and is_map_style
-            and not isinstance(self.dataset, IterableDataset)
-        ):
+        has_index = hasattr(self.dataset, "__getitem__") and hasattr(self.dataset, "__len__")
+        is_map_style = has_index and not isinstance(self.dataset, IterableDataset)
+        if worker is not None and worker.num_workers > 1 and is_map_style:
             raise ValueError(
                 f"each of the {worker.num_workers} workers would read all documents of PackedStream's dataset, a "
                 f"{type(self.dataset).__name__}, which is not divided among them. Use PackedDataset for a dataset with "
