@@ -378,11 +378,10 @@ def _load_algorithms(state: State, saved: Any) -> None:
     present = {type(algorithm).__qualname__ for algorithm in state.algorithms}
     if isinstance(saved, Mapping):  # in old checkpoints
         saved = list(cast("Mapping[str, Any]", saved).items())
-    for name, algorithm_state in cast("Sequence[tuple[str, Any]]", saved):
-        if name in present or not isinstance(algorithm_state, Mapping):
-            continue
+    for name, own in cast("Sequence[tuple[str, Any]]", saved):
+        algorithm_state = cast("Mapping[str, Any]", own if isinstance(own, Mapping) else {})
         # EMA's name for it: the trained weights are in its own state, which nothing reads if it is absent.
-        if algorithm_state.get("ema_weights_active"):
+        if name not in present and algorithm_state.get("ema_weights_active"):
             _warn(
                 f"The model in the checkpoint is the average of {name}, which is not among the algorithms: training "
                 f"starts from the average rather than the trained weights. To resume, pass algorithms="
