@@ -5,7 +5,7 @@
 Each `.txt` file is one document; each line of a `.jsonl` file is one, in the entry `--field`. `--tokenizer` is a
 folder or name for transformers, or `bytes`, which needs no file. The documents are packed in groups of `--group`, each
 into a folder of its own. A command that was stopped continues after the last complete group, and writes the same files
-as one that was not. `Windows` reads the result:
+as one that was not; before the first complete group, its arguments may change. `Windows` reads the result:
 
     dataset = Windows(remote="s3://bucket/shards", local="cache", shuffle=True, batch_size=8)
     loader = DataLoader(dataset, batch_size=8, num_workers=4)
@@ -96,7 +96,8 @@ def convert(paths: list[Path], out: Path, tokenizer: Any, settings: dict[str, An
     out.mkdir(parents=True, exist_ok=True)
     files = [[str(path), path.stat().st_size, path.stat().st_mtime] for path in paths]
     described, note = {**settings, "files": files}, out / "settings.json"
-    if note.exists() and json.loads(note.read_text()) != described:
+    is_begun = (out / "00000").exists()  # a group that is complete
+    if is_begun and note.exists() and json.loads(note.read_text()) != described:
         raise ValueError(
             f"{out} was begun with other arguments, or the files have changed since: {note.read_text()} Choose another "
             "folder."
@@ -114,6 +115,8 @@ def convert(paths: list[Path], out: Path, tokenizer: Any, settings: dict[str, An
                 )
                 write_windows(packed, folders[-1], tokenizer, settings["window"])
             progress.update(sum(size for _, size in group))
+    if not folders:
+        raise ValueError(f"The files have no document: {', '.join(map(str, paths))}.")
     shards: list[dict[str, Any]] = []
     for folder in folders:
         for shard in json.loads((folder / "index.json").read_text())["shards"]:
@@ -134,12 +137,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--group", type=int, default=10_000, help="documents that are packed together")
     settings = vars(parser.parse_args(arguments))
     paths, out = settings.pop("paths"), settings.pop("out")
-    tokenizer: Any = Bytes()
-    if settings["tokenizer"] != "bytes":
-        from transformers import AutoTokenizer
+    try:
+        tokenizer: Any = Bytes()
+        if settings["tokenizer"] != "bytes":
+            from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(settings["tokenizer"])
-    convert(paths, out, tokenizer, settings)
+            tokenizer = AutoTokenizer.from_pretrained(settings["tokenizer"])
+        convert(paths, out, tokenizer, settings)
+    except (ValueError, OSError) as error:  # of the arguments and files
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

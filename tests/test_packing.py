@@ -4,6 +4,7 @@ import importlib.util
 import itertools
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -406,7 +407,7 @@ def contents(folder):
     return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_text_becomes_the_same_shards_after_an_interruption(tmp_path, corpus, trained_tokenizer, monkeypatch):
+def test_text_becomes_the_same_shards_after_an_interruption(tmp_path, corpus, trained_tokenizer, monkeypatch, capsys):
     paths, texts = corpus
     arguments = [*map(str, paths), "--field", "body", "--window", "64", "--group", "8"]
     arguments += ["--tokenizer", str(tmp_path / "tokenizer"), "--out"]
@@ -426,8 +427,9 @@ def test_text_becomes_the_same_shards_after_an_interruption(tmp_path, corpus, tr
     assert not (tmp_path / "twice/index.json").exists()
     text_to_mds.main([*arguments, str(tmp_path / "twice")])
     assert contents(tmp_path / "twice") == contents(tmp_path / "once")
-    with pytest.raises(ValueError, match="was begun with other arguments"):
+    with pytest.raises(SystemExit):
         text_to_mds.main([*arguments, str(tmp_path / "twice"), "--window", "32"])
+    assert "was begun with other arguments" in capsys.readouterr().err
 
     windows = text_to_mds.Windows(local=str(tmp_path / "once"), batch_size=1)
     end, found = trained_tokenizer.eos_token_id, ""
@@ -446,20 +448,35 @@ def test_text_becomes_the_same_shards_after_an_interruption(tmp_path, corpus, tr
         ("a.jsonl", '["one"]', r"a\.jsonl, line 1: must be a mapping with a text in 'text'"),
         ("a.jsonl", '{"txt": "one"}', r"a\.jsonl, line 1: must be a mapping with a text in 'text'"),
         ("a.md", "one", r"Only files .txt and .jsonl are read; got .*a\.md"),
+        ("a.jsonl", "\n", r"The files have no document: .*a\.jsonl"),
+        ("a.txt", "one", r"has no end-of-document token: its eos_token_id"),
     ],
 )
-def test_text_that_cannot_be_converted_is_named_by_file_and_line(tmp_path, name, text, message):
+def test_after_text_that_cannot_be_converted_the_corrected_command_works(
+    tmp_path, name, text, message, trained_tokenizer, capsys
+):
     (tmp_path / name).write_text(text)
-    with pytest.raises(ValueError, match=message):
-        text_to_mds.main([str(tmp_path / name), "--out", str(tmp_path / "out"), "--window", "8"])
+    arguments = ["--out", str(tmp_path / "out"), "--window", "8"]
+    trained_tokenizer.eos_token = None
+    trained_tokenizer.save_pretrained(tmp_path / "endless")
+    without_end = ["--tokenizer", str(tmp_path / "endless")] if "eos_token_id" in message else []
+    with pytest.raises(SystemExit) as ended:
+        text_to_mds.main([str(tmp_path / name), *arguments, *without_end])
+    assert ended.value.code == 2
+    assert re.search(f"error: .*{message}", capsys.readouterr().err)
+    assert not (tmp_path / "out/index.json").exists()
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
+    text_to_mds.main([str(tmp_path / "a.jsonl"), *arguments])
+    assert len(text_to_mds.Windows(local=str(tmp_path / "out"), batch_size=1)) == 1
 
 
-def test_a_file_that_has_changed_is_not_taken_for_the_one_that_was_converted(tmp_path):
+def test_a_file_that_has_changed_is_not_taken_for_the_one_that_was_converted(tmp_path, capsys):
     file = tmp_path / "a.jsonl"
     arguments = [str(file), "--out", str(tmp_path / "out"), "--window", "8"]
     file.write_text('{"text": "one"}\n')
     text_to_mds.main(arguments)
     text_to_mds.main(arguments)
     file.write_text('{"text": "other"}\n')
-    with pytest.raises(ValueError, match="files have changed since"):
+    with pytest.raises(SystemExit):
         text_to_mds.main(arguments)
+    assert "files have changed since" in capsys.readouterr().err

@@ -143,6 +143,21 @@ def test_with_normalized_queries_and_keys_their_length_does_not_matter(family):
     torch.testing.assert_close(model(IDS).logits, expected, rtol=1e-4, atol=1e-6)
 
 
+@torch.no_grad()
+def test_normalized_scores_do_not_depend_on_the_scaling_of_the_model():
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+
+    def logits(scaling, apply):
+        torch.manual_seed(0)
+        config = transformers.GraniteConfig(vocab_size=32, attention_multiplier=scaling, initializer_range=0.5, **sizes)
+        model = transformers.GraniteForCausalLM(config).double().eval()
+        apply(model)
+        return model(IDS).logits
+
+    assert not torch.allclose(logits(1.0, nn.Module.eval), logits(0.1, nn.Module.eval), rtol=1e-3)
+    torch.testing.assert_close(logits(1.0, apply_qk_norm), logits(0.1, apply_qk_norm))
+
+
 def test_blocks_of_which_only_a_part_is_zero_are_reported():
     sizes = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "attention_types": [[["global"], 2]]}
     model = transformers.GPTNeoForCausalLM(transformers.GPTNeoConfig(vocab_size=32, intermediate_size=32, **sizes))

@@ -308,3 +308,15 @@ def test_algorithms_that_the_weights_depend_on_are_applied_again(tmp_path):
             load_weights_only=True,
             max_duration="1ep",
         )
+
+
+def test_a_checkpoint_of_an_average_warns_where_ema_is_left_out(tmp_path):
+    from composer.algorithms import EMA
+
+    ema, path = "The model in the checkpoint is the average of EMA", str(tmp_path / "latest-rank0.pt")
+    train(algorithms=EMA(half_life="2ba"), save_folder=str(tmp_path), save_interval="1ep", max_duration="1ep")
+    with pytest.warns(UserWarning, match=rf"{ema}.* algorithms=\[EMA\(half_life='2ba'"):
+        train(load_path=path, max_duration="2ep")
+    # Neither warns: the filters make an error of it.
+    train(algorithms=EMA(half_life="2ba"), load_path=path, max_duration="2ep")
+    train(load_path=path, load_weights_only=True, max_duration="1ep")

@@ -262,3 +262,24 @@ def test_a_model_without_a_tokenizer_is_refused_before_training(tmp_path):
         ) as trainer,
     ):
         trainer.fit()
+
+
+def test_an_unknown_task_is_refused_before_training(tmp_path):
+    from composer_hf import LMEvalHarness
+
+    model, known = make_model("gpt"), make_tasks(tmp_path, make_model("gpt"))[0]
+    harness = LMEvalHarness([known, "hellaswagg"], "1ba", tokenizer=make_tokenizer())
+    with (
+        Trainer(
+            model=model,
+            train_dataloader=batches(),
+            max_duration="1ba",
+            optimizers=torch.optim.SGD(model.parameters(), lr=1e-3),
+            callbacks=[harness],
+            device="cpu",
+            progress_bar=False,
+        ) as trainer,
+        pytest.raises(ValueError, match=r"cannot be loaded: .*'hellaswagg' is not"),
+    ):
+        trainer.fit()
+    assert trainer.state.timestamp.batch == 0

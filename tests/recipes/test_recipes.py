@@ -1,8 +1,10 @@
 """The recipes in examples/: their data, their presets, the rules of their comparisons, and the tables."""
 
+import contextlib
 import importlib
 import json
 import math
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,6 +19,7 @@ from torchvision.datasets import VisionDataset
 from transformers import PreTrainedTokenizerFast
 
 from composer import Callback, Trainer
+from composer.algorithms import WhiteningInit
 from composer.cli.race import Entry, evaluate, main
 from composer.models import HuggingFaceModel
 
@@ -302,16 +305,20 @@ def test_presets_of_speed_records_learn_their_samples(recipe, name):
         heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
         model = preset.make_model(hidden_size=16, intermediate_size=32, num_hidden_layers=2, **heads)
         samples = [{"input_ids": tokens, "labels": tokens} for tokens in torch.randint(64, (8, 16))]
+        algorithms = preset.make_algorithms()
     else:
         preset = recipe("presets").Airbench94(batch_size=8, widths=(8, 16, 16))
         model = preset.make_model(num_classes=2)
+        assert not any(isinstance(each, WhiteningInit) for each in preset.make_algorithms())
+        algorithms = preset.make_algorithms(torch.rand(8, 3, 32, 32))
+        assert isinstance(algorithms[0], WhiteningInit)
         samples = list(zip(torch.rand(8, 3, 32, 32), [0, 1] * 4, strict=True))
     losses = Losses()
     with Trainer(
         model,
         train_dataloader=DataLoader(samples, batch_size=8),
         max_duration="20ba",
-        algorithms=preset.make_algorithms(),
+        algorithms=algorithms,
         optimizers=preset.make_optimizer(model),
         schedulers=preset.make_scheduler(),
         callbacks=losses,
@@ -581,6 +588,37 @@ def test_a_log_is_replaced_by_a_whole_one_only(race, tmp_path):
         race(quality="1 / (3 - seed)")
     assert json.loads((tmp_path / "log.json").read_text()) == before
     assert json.loads((tmp_path / "log.json.unfinished").read_text())["seeds"] == [0, 1, 2]
+
+
+def test_what_a_failed_race_has_measured_is_not_overwritten(race, tmp_path, monkeypatch):
+    race()
+    monkeypatch.chdir(tmp_path)
+    command, source = [str(tmp_path / "small_1.py"), "--seeds", "2"], (tmp_path / "small_1.py").read_text()
+    for quality in ("1 / (1 - seed)", "1 / seed", "0.9 + seed / 99"):
+        (tmp_path / "small_1.py").write_text(source.replace("0.81 + seed / 100", quality))
+        with contextlib.nullcontext() if quality.startswith("0.9") else pytest.raises(ZeroDivisionError):
+            main(command)
+    logs = tmp_path / "runs/race"
+    assert {path.name for path in logs.iterdir()} == {"small_1.json.unfinished", "small_1-2.json"}
+    assert json.loads((logs / "small_1.json.unfinished").read_text())["seeds"] == [0]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("return [(0.1, 0.0), (2.0, 0.81 + seed / 100)]", "return []", r"must return one point or more.*'quick' with"),
+        ("TASK = Task(", "TASK = Tusks(", r"small_1\.py, line \d+: NameError: name 'Tusks'"),
+        ("TASK = Task(", "TASK = = Task(", r"small_1\.py: SyntaxError: invalid syntax \(small_1\.py, line \d+\)"),
+    ],
+)
+def test_a_recipe_that_cannot_race_is_named_in_one_line(race, tmp_path, capsys, old, new, message):
+    race()
+    path = tmp_path / "small_1.py"
+    path.write_text(path.read_text().replace(old, new))
+    assert main([str(path), "--log", str(tmp_path / "other.json")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(f"^composer race: error: .*{message}", line)
+    assert not list(tmp_path.glob("other.json*"))
 
 
 @pytest.mark.parametrize(("old", "new"), [('setup="-"', 'setup="other"'), ("target=0.8", "target=0.1")])

@@ -257,8 +257,39 @@ def test_any_width_is_reconstructed_from_snapshots_of_two_averages_also_of_a_res
     # The combined weights of the steps are within 0.3% of those of the average, by the sum of squares.
     assert (found - expected).norm() < 0.01 * far
     torch.testing.assert_close(post_hoc_ema(snapshots, powers[1])["last.bias"], snapshots[-1][2]["last.bias"])
+    with pytest.raises(ValueError, match=r"num_updates=300 must be from 16 to 256"):
+        post_hoc_ema(snapshots, other, 300)
+    with pytest.raises(ValueError, match=r"num_updates=15 must be from 16 to 256"):
+        post_hoc_ema(snapshots, other, 15)
     with pytest.raises(ValueError, match="one average, and power"):
         EMA(power=powers).load_state_dict(direct.state_dict())
+
+
+@pytest.mark.parametrize("power", [0.0, 1.0, 4.0, 10.0, 25.0, 50.0])
+@pytest.mark.parametrize("times", [(100,), (2, 4, 6), range(10, 101, 10)])
+@pytest.mark.parametrize("powers", [(16.97, 6.94), (16.97,)])
+def test_constant_weights_stay_constant_for_every_power_and_time(power, times, powers):
+    snapshots = [(time, each, {"weight": torch.ones(2, dtype=torch.float64)}) for time in times for each in powers]
+    for num_updates in (None, times[0], (times[0] + times[-1]) // 2):
+        found = post_hoc_ema(snapshots, power, num_updates)["weight"]
+        torch.testing.assert_close(found, torch.ones(2, dtype=torch.float64), rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("power", "error"), [(0.0, 0.15), (1.0, 0.04), (4.0, 4e-3), (10.0, 1e-3), (25.0, 4e-3), (50.0, 0.015)]
+)
+def test_few_snapshots_reconstruct_the_average_that_is_computed_directly(power, error):
+    """Weights of 1 + 1 / t at time t. Without the division by the sum, the errors are 0.65, 0.3, 0.07, 0.02, ...."""
+
+    def average(num_updates, power):
+        found = 0.0
+        for time in range(1, num_updates + 1):
+            smoothing = (1 - 1 / time) ** (power + 1)
+            found = smoothing * found + (1 - smoothing) * (1 + 1 / time)
+        return torch.tensor(found, dtype=torch.float64)
+
+    snapshots = [(time, each, {"weight": average(time, each)}) for time in (2, 4, 6) for each in (16.97, 6.94)]
+    assert abs(post_hoc_ema(snapshots, power)["weight"] - average(6, power)) < error
 
 
 def test_evaluation_sees_the_average_and_training_its_own_weights(state, started):

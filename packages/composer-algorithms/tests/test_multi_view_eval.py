@@ -66,18 +66,22 @@ def test_only_the_named_evaluators_have_views():
     assert not torch.equal(evaluate([algorithm], "with views").outputs, NETWORK(IMAGES))
 
 
-def test_labels_of_no_evaluator_are_told_when_training_begins(recwarn):
+@pytest.mark.parametrize("start", [Event.FIT_START, Event.EVAL_START])
+def test_labels_of_no_evaluator_are_told_when_training_or_an_evaluation_begins(recwarn, start):
     def begin(*labels):
         method = MultiViewEval(evaluators="views")
         state = State(NETWORK, rank_zero_seed=0, max_duration="1ep", algorithms=[method], dataloader=[0])
         state.evaluators = [Evaluator(label=each, dataloader=[0], device_eval_microbatch_size=1) for each in labels]
-        Engine(state).run_event(Event.FIT_START)
+        engine = Engine(state)
+        for event in (start, Event.EVAL_START):  # once
+            engine.run_event(event)
 
     begin("views", "other")
     begin()
     assert not recwarn
-    with pytest.warns(NoEffectWarning, match="the evaluators are 'eval', 'other'"):
+    with pytest.warns(NoEffectWarning, match="the evaluators are 'eval', 'other'") as caught:
         begin("eval", "other")
+    assert len(caught) == 1
 
 
 def test_what_cannot_be_averaged_is_refused():

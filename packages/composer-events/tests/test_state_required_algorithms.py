@@ -109,8 +109,13 @@ def test_several_are_applied_in_the_order_of_the_passes():
 
 def test_several_are_applied_in_the_engines_own_order_where_no_passes_are_given():
     state = make_state()
-    with pytest.warns(UserWarning, match="Automatically adding"):
+    said = (
+        r"^Automatically adding required_on_load algorithms EarlySurgery\(depth=2\), Surgery\(depth=1\), .*"
+        r"load_exclude_algorithms=\['EarlySurgery', 'Surgery'\]"
+    )
+    with pytest.warns(UserWarning, match=said) as caught:
         load(state, "Surgery(depth=1)", "EarlySurgery(depth=2)")
+    assert len(caught) == 1
     assert state.model.surgery == ("EarlySurgery(depth=2)", "Surgery(depth=1)")
 
 

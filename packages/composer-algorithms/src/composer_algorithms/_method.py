@@ -1,7 +1,9 @@
 """Common parts of the algorithms: representation, events, surgery on INIT, and times in training."""
 
+import copy
 import inspect
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar
@@ -124,6 +126,32 @@ def check_initialized(method: str, *weights: Tensor) -> None:
     """
     if any(weight.is_meta for weight in weights):
         raise ValueError(f"{method} needs weights, and those of this model are on the meta device. Initialize them.")
+
+
+def record_in_config(model: nn.Module, name: str, arguments: Mapping[str, Any]) -> None:
+    """Record a change that shows in no weight as `composer_<name>` in the configurations of transformers models.
+
+    Saved with the weights, it tells those who load them to call `apply_<name>` with these arguments.
+    """
+    for config in own_configs(model):
+        setattr(config, f"composer_{name}", dict(arguments))
+
+
+def own_configs(model: nn.Module) -> list[Any]:
+    """Return the configurations of the transformers models in a module, which become copies of its own.
+
+    The caller may build other models from the same configuration, without the changes to this one.
+    """
+    if "transformers.modeling_utils" not in sys.modules:  # a slow import, which a model of transformers has made
+        return []
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    copied: dict[int, Any] = {}  # shared copies stay shared
+    for module in model.modules():
+        held = {name: value for name, value in vars(module).items() if isinstance(value, PretrainedConfig)}
+        for name, config in held.items():
+            setattr(module, name, copy.deepcopy(config, copied))
+    return [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
 
 
 def report(log: logging.Logger, logger: Logger | None, counts: Mapping[str, int]) -> None:

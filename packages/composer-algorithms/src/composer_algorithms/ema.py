@@ -402,14 +402,16 @@ def post_hoc_ema(
     """Reconstruct a power average that was not computed during training.
 
     The result is the combination of the snapshots whose weights of the training steps are closest to those of the
-    average, in the least-squares sense. Take snapshots of two averages at regular intervals; the more there are, the
-    closer the result. Powers between those of the two averages are reconstructed best.
+    average, in the least-squares sense, divided by the sum of its coefficients, so that constant weights stay as they
+    are. Take snapshots of two averages at regular intervals; the more there are, the closer the result. Powers between
+    those of the two averages are reconstructed best.
 
     Args:
         snapshots: Number of updates, power and tensors of each average: results of `EMA(power=(16.97, 6.94)).snapshots`
             at several times in training.
         power: That of `EMA(power=...)`, 0 or more.
-        num_updates: The number of updates of the average; that of the last snapshot when `None`.
+        num_updates: The number of updates of the average, from that of the first snapshot to that of the last, which is
+            the default.
 
     Returns:
         Tensors by name, computed in float32 at least and rounded to the dtype of the snapshots. Tensors that are not
@@ -429,7 +431,7 @@ def post_hoc_ema(
 
     Reference:
         Karras et al., "Analyzing and Improving the Training Dynamics of Diffusion Models", CVPR 2024, arXiv:2312.02696,
-        section 3.2 and algorithm 3.
+        section 3.2 and algorithm 3; the division by the sum is that of the authors' code.
     """
     known = sorted(snapshots, key=lambda snapshot: snapshot[0])
     if not known:
@@ -438,20 +440,26 @@ def post_hoc_ema(
     num_updates = known[-1][0] if num_updates is None else num_updates
     check_interval("[0, inf)", power=power)
     check_counts(1, num_updates=num_updates)
+    if not known[0][0] <= num_updates <= known[-1][0]:
+        raise ValueError(
+            f"num_updates={num_updates!r} must be from {known[0][0]} to {known[-1][0]}, the numbers of updates of the "
+            f"first and the last snapshot. Leave it out, or add snapshots of other times."
+        )
     if any(tensors.keys() != latest.keys() for _, _, tensors in known):
         raise ValueError("snapshots must all have the same names of tensors. Take them from one model.")
     times = torch.tensor([float(time) for time, _, _ in known] + [float(num_updates)], dtype=torch.float64)
     powers = torch.tensor([each for _, each, _ in known] + [float(power)], dtype=torch.float64)
     products = _inner_products(times, powers)
     # Snapshots in close succession are nearly the same, so the matrix may not have full rank.
-    solution = torch.linalg.lstsq(products[:-1, :-1], products[:-1, -1:], driver="gelsd").solution.flatten().tolist()
+    solution = torch.linalg.lstsq(products[:-1, :-1], products[:-1, -1:], driver="gelsd").solution.flatten()
+    shares = (solution / solution.sum()).tolist()  # otherwise the result would be shrunk where the fit is poor
     result: dict[str, Tensor] = {}
     for name, last in latest.items():
         if not (last.is_floating_point() or last.is_complex()):
             result[name] = last.clone()
             continue
         total = torch.zeros_like(last, dtype=torch.promote_types(last.dtype, torch.float32))
-        for share, (_, _, tensors) in zip(solution, known, strict=True):
+        for share, (_, _, tensors) in zip(shares, known, strict=True):
             total.add_(tensors[name].to(total), alpha=share)
         result[name] = total.to(last.dtype)
     return result

@@ -21,6 +21,8 @@ METADATA = METHODS["multi_view_eval"]
 
 Average = Literal["logits", "probabilities"]
 
+_STARTS = frozenset({Event.FIT_START, Event.EVAL_START})  # when labels are checked; `Trainer.eval` has only the second
+
 
 def multi_view_forward(
     model: Callable[[Tensor], Tensor], input: Tensor, flip: bool = True, shift: int = 0, average: Average = "logits"
@@ -85,7 +87,7 @@ class MultiViewEval(Method):
         See `multi_view_forward`.
     """
 
-    acts_on = frozenset({Event.FIT_START, Event.EVAL_BEFORE_FORWARD, Event.EVAL_AFTER_FORWARD})
+    acts_on = frozenset({*_STARTS, Event.EVAL_BEFORE_FORWARD, Event.EVAL_AFTER_FORWARD})
 
     flip: bool = True
     shift: int = 0
@@ -99,17 +101,19 @@ class MultiViewEval(Method):
         check_choice(("logits", "probabilities"), average=self.average)
         self.evaluators = ensure_tuple(self.evaluators)
         self._images = torch.empty(0)
+        self._has_warned = False
 
     def match(self, event: Event, state: State) -> bool:
-        """Return whether a microbatch of a selected evaluator is evaluated, or training begins and there are none."""
-        if event == Event.FIT_START:
-            labels = [each.label for each in state.evaluators]
-            return bool(labels and self.evaluators) and not set(labels) & set(self.evaluators)
+        """Return whether a microbatch of a selected evaluator is evaluated, or a run begins and there are none."""
+        if event in _STARTS:
+            labels = {each.label for each in state.evaluators}
+            return bool(labels and self.evaluators) and labels.isdisjoint(self.evaluators) and not self._has_warned
         return super().match(event, state) and (not self.evaluators or state.dataloader_label in self.evaluators)
 
     def apply(self, event: Event, state: State, logger: Logger | None) -> None:
         """Replace the images by their views, or average the outputs; warn if there is no selected evaluator."""
-        if event == Event.FIT_START:
+        if event in _STARTS:
+            self._has_warned = True
             warnings.warn(
                 f"MultiViewEval(evaluators={self.evaluators!r}) has no effect, since the evaluators are "
                 f"{', '.join(repr(each.label) for each in state.evaluators)}. Use their labels.",

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from composer_algorithms._arguments import check_counts
-from composer_algorithms._method import ModelSurgery, check_initialized, report
+from composer_algorithms._method import ModelSurgery, check_initialized, record_in_config, report
 from composer_algorithms._optimizer_surgery import as_optimizers
 from composer_algorithms.metadata import METHODS
 from composer_dist.wrapping import unwrap_model
@@ -91,6 +91,7 @@ def apply_mup(
         for weight in hidden:
             weight.mul_(m**-0.5)
         transformer.module._mup_base = base_width
+        record_in_config(model, "mup", {"base_width": base_width, "base_heads": base_heads})
     for change in changes:
         change()
 

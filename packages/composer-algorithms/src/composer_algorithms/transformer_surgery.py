@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from composer_algorithms._arguments import check_interval
-from composer_algorithms._method import AppliedFunction, ModelSurgery, check_initialized, count_or_warn
+from composer_algorithms._method import (
+    AppliedFunction,
+    ModelSurgery,
+    check_initialized,
+    count_or_warn,
+    own_configs,
+    record_in_config,
+)
 from composer_algorithms._optimizer_surgery import Replacement, as_optimizers, follow_replacements
 from composer_algorithms.module_surgery import replace_module_classes
 from composer_dist.wrapping import unwrap_model
@@ -36,6 +43,7 @@ _Optimizers = Optimizer | Sequence[Optimizer] | None
 _RESIDUAL = re.compile(r"(^|\.)(c_proj|o_proj|down_proj|output\.dense)$")
 _IN_BLOCK = re.compile(r"(.*?\.\d+)\.(.*)")  # the path of a block, and that of a layer in it
 _FEED_FORWARD = re.compile(r"(^|\.)(mlp|intermediate)\.")
+_CONFIG_NAMES = ("hidden_act", "hidden_activation", "activation_function")  # of GPT-2, Llama and Gemma, reversed
 _ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
 _EPS = 1e-6
 
@@ -123,7 +131,7 @@ def apply_qk_norm(model: nn.Module, initial_scale: float | None = None, optimize
     Rotary embeddings, which keep lengths, follow the normalization.
 
     Supported are `ComposerGPT` and models of transformers whose attention is named as in GPT-2, BERT, Llama or Mistral.
-    Attention scores must be divided by `sqrt(d)` by the model, as is usual. A second call changes nothing.
+    A second call changes nothing.
 
     Args:
         model: Changed in place.
@@ -156,14 +164,14 @@ def apply_qk_norm(model: nn.Module, initial_scale: float | None = None, optimize
     optimizers = as_optimizers(optimizers)
     old_params: dict[str, Tensor] = dict(model.named_parameters())
     attentions = list(_find_attentions(model))
-    for (queries, *others), head_size in attentions:
+    for (queries, *others), head_size, scaling in attentions:
         if hasattr(queries, "qk_scale"):
             continue
         scale = head_size**0.5 if initial_scale is None else float(initial_scale)
         # Not a scalar, which FSDP2 cannot shard.
         queries.qk_scale = nn.Parameter(queries.weight.new_full((1,), scale))
         hook = _normalize_queries if others else _normalize_queries_and_keys
-        queries.register_forward_hook(partial(hook, head_size))
+        queries.register_forward_hook(partial(hook, head_size, scaling))
         if others:
             others[0].register_forward_hook(partial(_normalize_keys, head_size))
     if optimizers:
@@ -234,7 +242,7 @@ def apply_value_residual(model: nn.Module, optimizers: _Optimizers = None) -> in
     optimizers = as_optimizers(optimizers)
     old_params: dict[str, Tensor] = dict(model.named_parameters())
     # One layer for all three computes values in the last third of its outputs.
-    found = {layers[-1]: 3 if len(layers) == 1 else 1 for layers, _ in _find_attentions(model)}
+    found = {layers[-1]: 3 if len(layers) == 1 else 1 for layers, *_ in _find_attentions(model)}
     names = {module: name for name, module in model.named_modules()}
     # By the path of a layer up to its number, since an encoder and a decoder, or the towers of CLIP, are two stacks.
     if len({re.split(r"\.\d+\.", names[layer])[0] for layer in found}) > 1:
@@ -307,6 +315,7 @@ def apply_logit_softcap(model: nn.Module, cap: float = 30.0) -> int:
         if getattr(head, "logit_softcap", None) is None:
             head.register_forward_hook(_cap)
             head.logit_softcap = float(cap)
+            record_in_config(model, "logit_softcap", {"cap": cap})
     return count_or_warn("LogitSoftcap", model, "output layer for tokens", len(heads))
 
 
@@ -342,6 +351,8 @@ class LogitSoftcap(AppliedFunction, ModelSurgery):
 
 
 class _SquaredReLU(nn.Module):
+    is_squared_relu = True  # read by `composer_hf`
+
     def forward(self, inputs: Tensor) -> Tensor:
         return F.relu(inputs).square()
 
@@ -373,14 +384,28 @@ def apply_squared_relu(model: nn.Module) -> int:
     Reference:
         So et al., "Primer: Searching for Efficient Transformers for Language Modeling", NeurIPS 2021, arXiv:2109.08668.
     """
-    found = {
-        module
+    activations = {
+        name: module
         for name, module in model.named_modules()
-        if _FEED_FORWARD.search(name) and type(module).__module__ in _ACTIVATIONS and not list(module.parameters())
+        if type(module).__module__ in _ACTIVATIONS and not list(module.parameters())
     }
+    found = {module for name, module in activations.items() if _FEED_FORWARD.search(name)}
+    if found:
+        _describe(model, found, {*activations.values()} - found)
     replace_module_classes(model, {nn.Module: lambda module, _: _SquaredReLU() if module in found else None})
     count = sum(isinstance(module, _SquaredReLU) for module in model.modules())
     return count_or_warn("SquaredReLU", model, "activation in a module named mlp or intermediate", count)
+
+
+def _describe(model: nn.Module, replaced: set[nn.Module], kept: set[nn.Module]) -> None:
+    """Set the activation in the configuration of a transformers model, or record the change there."""
+    names = [(config, name) for config in own_configs(model) for name in _CONFIG_NAMES if hasattr(config, name)]
+    # The head of BERT keeps an activation of the same name.
+    if not names or {type(module) for module in replaced} & {type(module) for module in kept}:
+        record_in_config(model, "squared_relu", {})
+        return
+    for config, name in names:
+        setattr(config, name, "relu2")
 
 
 @dataclass(repr=False, eq=False)
@@ -403,8 +428,11 @@ class SquaredReLU(AppliedFunction, ModelSurgery):
     counted = "squared_relu/num_layers"
 
 
-def _find_attentions(model: nn.Module) -> Iterator[tuple[list[Any], int]]:
-    """Yield the layers of queries, keys and values, or the one for all three, and the size of a head."""
+def _find_attentions(model: nn.Module) -> Iterator[tuple[list[Any], int, float]]:
+    """Yield the layers of queries, keys and values, or the one for all three; the size of a head; and the scaling.
+
+    The scaling is what the model multiplies attention scores by.
+    """
     for name, module in model.named_modules():
         # In cross-attention, the c_attn of GPT-2 has no queries, and the values are those of another sequence. That of
         # GPT-BigCode, which has `multi_query`, is not three equal parts.
@@ -417,19 +445,20 @@ def _find_attentions(model: nn.Module) -> Iterator[tuple[list[Any], int]]:
             if hasattr(module, "n_heads") and hasattr(module, "out"):  # ComposerGPT
                 sizes.append(attention.out.in_features // attention.n_heads)
             if sizes and all(isinstance(layer, nn.Module) for layer in layers):
-                yield layers, sizes[0]
+                # Granite and Gemma 2 have a number of their own.
+                yield layers, sizes[0], float(getattr(module, "scaling", None) or sizes[0] ** -0.5)
 
 
 # Functions of the module, so that models with them can be copied and pickled.
-def _normalize_queries_and_keys(head_size: int, module: Any, arguments: Any, output: Tensor) -> Tensor:
+def _normalize_queries_and_keys(head_size: int, scaling: float, module: Any, arguments: Any, output: Tensor) -> Tensor:
     queries, keys, values = output.chunk(3, dim=-1)
-    queries = _normalize_queries(head_size, module, arguments, queries)
+    queries = _normalize_queries(head_size, scaling, module, arguments, queries)
     return torch.cat([queries, _normalize_keys(head_size, module, arguments, keys), values], dim=-1)
 
 
-def _normalize_queries(head_size: int, module: Any, arguments: Any, output: Tensor) -> Tensor:
-    # The RMS norm leaves vectors of length sqrt(d). With the model's division by sqrt(d), d is divided by.
-    scale = module.qk_scale * head_size**-0.5
+def _normalize_queries(head_size: int, scaling: float, module: Any, arguments: Any, output: Tensor) -> Tensor:
+    # The RMS norm leaves vectors of length sqrt(d), so the model's scores would be d times its scaling.
+    scale = module.qk_scale / (head_size * scaling)
     return _normalize_keys(head_size, module, arguments, output) * scale.to(output.dtype)
 
 

@@ -2,12 +2,13 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from composer_dist.launch.args import parse_options
 from composer_dist.launch.guardian import new_launch_id
-from composer_dist.launch.main import main
+from composer_dist.launch.main import find_command, main
 from composer_dist.launch.topology import resolve, resolve_nproc
 
 HERE = "127.0.0.1"
@@ -200,6 +201,27 @@ def test_the_help_lists_the_commands_of_other_distributions_without_importing_th
     assert ["composer", "plum", "count the plums"] in lines
     assert ["composer-pear"] in lines  # its module is missing, so there is no description
     assert not any(line[:1] == ["pear"] for line in lines)
+
+
+def test_a_folder_that_is_not_a_script_does_not_hide_a_command(tmp_path, monkeypatch, capsys):
+    (tmp_path / "fruits.py").write_text("def main(arguments):\n    return 40 + len(arguments)\n")
+    metadata = tmp_path / "fruits-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Name: fruits\nVersion: 1.0\n")
+    points = "[composer.commands]\nplum = fruits:main\n[composer.scripts]\nripen = fruits_ripen\n"
+    (metadata / "entry_points.txt").write_text(points)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for name in ("plum", "ripen"):
+        Path(name).mkdir()
+    assert main(["plum", "a", "b"]) == 42
+    assert main(["-n", "1", "--dry_run", "ripen"]) == 0
+    assert json.loads(capsys.readouterr().out)["ranks"][0]["argv"][-2:] == ["-m", "fruits_ripen"]
+    for name in ("plum", "ripen"):
+        Path(name, "__main__.py").touch()
+        assert main(["-n", "1", "--dry_run", name]) == 0
+        assert json.loads(capsys.readouterr().out)["ranks"][0]["argv"][-1:] == [name]
+    assert find_command(["plum"]) is None
 
 
 def test_a_dry_run_prints_ranks_commands_variables_and_their_sources(capsys, monkeypatch):

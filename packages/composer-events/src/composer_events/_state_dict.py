@@ -373,6 +373,22 @@ def _load_by_class(attribute: str) -> Callable[[State, Any], None]:
     return load
 
 
+def _load_algorithms(state: State, saved: Any) -> None:
+    _load_by_class("algorithms")(state, saved)
+    present = {type(algorithm).__qualname__ for algorithm in state.algorithms}
+    if isinstance(saved, Mapping):  # in old checkpoints
+        saved = list(cast("Mapping[str, Any]", saved).items())
+    for name, own in cast("Sequence[tuple[str, Any]]", saved):
+        algorithm_state = cast("Mapping[str, Any]", own if isinstance(own, Mapping) else {})
+        # EMA's name for it: the trained weights are in its own state, which nothing reads if it is absent.
+        if name not in present and algorithm_state.get("ema_weights_active"):
+            _warn(
+                f"The model in the checkpoint is the average of {name}, which is not among the algorithms: training "
+                f"starts from the average rather than the trained weights. To resume, pass algorithms="
+                f"[{algorithm_state.get('repr', name)}]. To start anew from the average, pass load_weights_only=True."
+            )
+
+
 def _load_timestamp(state: State, saved: Mapping[str, Any]) -> None:
     _load_by_class("timestamp")(state, saved)
     state.timestamp = state.timestamp.copy()  # a new object, so that caches by identity notice the change
@@ -387,7 +403,7 @@ def _load_dataset_state(state: State, saved: dict[str, Any] | None) -> None:
 _LOADERS: Mapping[str, Callable[[Any, Any], object]] = {
     "optimizers": lambda state, saved: state.load_optim_state({"optimizers": saved}),
     "schedulers": _load_by_class("schedulers"),
-    "algorithms": _load_by_class("algorithms"),
+    "algorithms": _load_algorithms,
     "callbacks": _load_by_class("callbacks"),
     "scaler": _load_by_class("scaler"),
     "timestamp": _load_timestamp,
@@ -426,11 +442,16 @@ def apply_required_algorithms(
     for algorithm_pass in passes:
         order = algorithm_pass(order, Event.INIT)
     _refuse_wrong_order(order, applied, missing)
-    for algorithm in order:
-        if not any(algorithm is one for one in missing):
-            continue
+    added = [algorithm for algorithm in order if any(algorithm is one for one in missing)]
+    for algorithm in added:
         state.algorithms.append(algorithm)
         _apply(algorithm, state, logger)
+    plural, pronoun = ("s", "them") if len(added) > 1 else ("", "it")
+    _warn(
+        f"Automatically adding required_on_load algorithm{plural} {', '.join(map(repr, added))}, since the weights in "
+        f"the checkpoint depend on {pronoun}. Pass load_exclude_algorithms="
+        f"{[type(algorithm).__qualname__ for algorithm in added]} to leave {pronoun} out."
+    )
 
 
 def parse_algorithm(text: str, algorithm_class: type[Algorithm]) -> Algorithm:
@@ -523,10 +544,6 @@ def _apply(algorithm: Algorithm, state: State, logger: Any) -> None:
             f"to what it was when the checkpoint was written, or leave the algorithm out with "
             f"load_exclude_algorithms=[{name!r}]."
         ) from error
-    _warn(
-        f"Automatically adding required_on_load algorithm {algorithm!r}, since the weights in the checkpoint depend "
-        f"on it. Pass load_exclude_algorithms=[{name!r}] to leave it out."
-    )
 
 
 # The container types that a repr may contain, by AST node.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from composer_checkpoint import CheckpointConflictError, PartialFilePath, RemoteUploader
+from composer_checkpoint import CheckpointConflictError, PartialFilePath, RemoteUploader, UnfittingWeightsError
 from composer_checkpoint.names import OF_FOLDER, OF_SAVE
 from composer_checkpoint.stores.base import is_uri, parse_uri
 from composer_checkpoint.tensors import as_stored
@@ -27,7 +27,7 @@ from composer_events.formatting import check_placeholders
 from composer_hf.adapters import is_adapter_weight
 from composer_hf.metadata import HuggingFaceMetadata
 from composer_hf.model import HuggingFaceModel
-from composer_hf.published_weights import published_name
+from composer_hf.published_weights import plan_weights, published_name
 from composer_hf.publishing import as_dtype, write_pretrained
 from composer_hf.registering import ModelRegistry, find_registry, in_background, register_folder, wait_on_all_ranks
 from composer_hf.weight_files import FORMATS, Format, parse_size
@@ -158,6 +158,24 @@ class HuggingFaceCheckpointer(Callback):
                 )
         if self.remote_uploader is not None and not self.final_register_only:
             self.remote_uploader.init()
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        """Check that a folder can describe the model, which algorithms have changed by now.
+
+        Raises:
+            UnfittingWeightsError: On all ranks, if it has other weights than its configuration says.
+        """
+        failure: list[BaseException | None] = [None]
+        model = _model_of(state)
+        if dist.get_global_rank() == 0 and not model.using_peft:
+            metadata = self.transform_metadata(HuggingFaceMetadata.from_saved(model.get_metadata()))
+            try:
+                plan_weights(model.state_dict(), metadata, trust_remote_code=True)
+            except UnfittingWeightsError as error:
+                failure = [error]
+        dist.broadcast_object_list(failure, src=0)
+        if failure[0] is not None:
+            raise failure[0]
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         """Save, if a save is due."""

@@ -41,8 +41,8 @@ class LMEvalHarness(Callback):
     Raises:
         MissingConditionalImportError: If lm-eval is not installed.
         ValueError: If an argument is invalid; when training begins, if the tokenizer is missing, it has no
-            `eos_token_id`, or the maximum length is unknown; in evaluation, if a continuation is longer than
-            `max_length` or a task samples.
+            `eos_token_id`, the maximum length is unknown, or a task does not exist; in evaluation, if a continuation is
+            longer than `max_length` or a task samples.
 
     Example:
         >>> callback = LMEvalHarness(['hellaswag', 'arc_easy'], interval='1000ba', limit=500)
@@ -96,9 +96,11 @@ class LMEvalHarness(Callback):
         )
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
-        """Check the model when training begins, and evaluate at the interval."""
+        """Check the model and load the tasks when training begins, and evaluate at the interval."""
         if event == Event.FIT_START:
             self._language_model(state)
+            with seed_context(0):
+                self._loaded = self._loaded or self._load()
         elif event in _EVENTS and state.get_elapsed_duration() is not None and self._is_due(state, event):
             self.evaluate(state, logger)
 
@@ -126,7 +128,14 @@ class LMEvalHarness(Callback):
 
         # Looking tasks up by name reads thousands of files, which takes seconds.
         has_names = any(map(_names_a_task, self.tasks))
-        found: Any = TaskManager(include_path=self._include_path, include_defaults=has_names).load(self.tasks)
+        manager = TaskManager(include_path=self._include_path, include_defaults=has_names)
+        try:
+            found: Any = manager.load(self.tasks)
+        except KeyError as error:  # an unknown name, or an entry or split that the task's dataset does not have
+            raise ValueError(
+                f"the tasks of LMEvalHarness cannot be loaded: {error.args[0]}. The command `lm_eval ls tasks` lists "
+                f"the names; include_path=... adds a folder of further tasks."
+            ) from error
         nested = {name for names in found["group_map"].values() for name in names}
         return [each for name, each in {**found["groups"], **found["tasks"]}.items() if name not in nested]
 

@@ -25,7 +25,7 @@ from composer_hf.model_traits import (
     forward_args,
     resolve_shift,
     take_out,
-    warn_of_lost_alibi,
+    warn_of_lost_surgery,
 )
 from composer_hf.published_weights import published_name
 from composer_hf.publishing import write_huggingface_pretrained_from_composer_checkpoint
@@ -148,7 +148,7 @@ class HuggingFaceModel(ComposerModel):
         self.dummy_forward_called = False
         self.labels: Tensor | None = None
         inner = maybe_get_underlying_model(self.model)
-        warn_of_lost_alibi(inner)
+        warn_of_lost_surgery(inner)
         self.shift_labels = resolve_shift(inner, shift_labels)
         self.model_forward_args = forward_args(inner)
         self.extra_forward_args = frozenset(extra_forward_args)

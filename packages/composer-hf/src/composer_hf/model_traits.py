@@ -3,8 +3,9 @@
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from logging import getLogger
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from torch import nn
 
@@ -28,18 +29,59 @@ def resolve_shift(model: Any, shift_labels: bool | None) -> bool:
     return shift_labels
 
 
-def warn_of_lost_alibi(model: Any) -> None:
-    """Log a warning if the configuration of a model mentions ALiBi but its modules lack it."""
-    alibi = getattr(getattr(model, "config", None), "composer_alibi", None)
-    if not alibi or any(hasattr(module, "alibi_slopes") for module in model.modules()):
-        return
-    length = alibi.get("max_sequence_length") if isinstance(alibi, Mapping) else "..."
-    log.warning(
-        "The weights of this %s were trained with ALiBi (composer_alibi=%r in its configuration), and from_pretrained "
-        "made it without, so it cannot distinguish positions. Call apply_alibi(model, max_sequence_length=%s), or "
-        "train it with the algorithm Alibi(max_sequence_length=%s).",
-        *(type(model).__qualname__, alibi, length, length),
-    )
+@dataclass(frozen=True)
+class Surgery:
+    """A change of a model that shows in no weight: in its configuration, in its modules, and as a call.
+
+    Attributes:
+        method: The algorithm.
+        call: How to apply it to a loaded model; `None` if that would change the weights as well.
+    """
+
+    method: str
+    call: str | None
+    _attribute: str
+
+    def is_in(self, model: Any) -> bool:
+        """Return whether a model has the change."""
+        return any(hasattr(module, self._attribute) for module in model.modules())
+
+
+# By the name in the configuration: the algorithm, an attribute of the modules that it changes, and its function.
+_SURGERY: Final = {
+    "composer_alibi": ("Alibi", "alibi_slopes", "apply_alibi"),
+    "composer_logit_softcap": ("LogitSoftcap", "logit_softcap", "apply_logit_softcap"),
+    "composer_mup": ("MuP", "_mup_base", None),  # which would scale trained weights once more
+    "composer_squared_relu": ("SquaredReLU", "is_squared_relu", "apply_squared_relu"),
+}
+
+
+def recorded_surgery(config: Mapping[str, Any]) -> list[Surgery]:
+    """Return the changes that a configuration records, which `from_pretrained` does not apply."""
+    found: list[Surgery] = []
+    for name, (method, attribute, function) in _SURGERY.items():
+        if (values := config.get(name)) is None:
+            continue
+        values = cast("Mapping[str, Any]", values if isinstance(values, Mapping) else {})
+        arguments = ", ".join(f"{key}={value!r}" for key, value in values.items())
+        call = function and f"{function}({', '.join(filter(None, ('model', arguments)))})"
+        found.append(Surgery(f"{method}({arguments})", call, attribute))
+    return found
+
+
+def warn_of_lost_surgery(model: Any) -> None:
+    """Log a warning for each change that the configuration of a model records and its modules lack."""
+    for surgery in recorded_surgery(vars(getattr(model, "config", None) or object)):
+        if not surgery.is_in(model):
+            log.warning(
+                "The weights of this %s were trained with %s, and from_pretrained made it without, so it computes "
+                "something else. %s.",
+                type(model).__qualname__,
+                surgery.method,
+                f"Call composer.functional.{surgery.call}, or train it with this algorithm"
+                if surgery.call
+                else "Load the Composer checkpoint instead",
+            )
 
 
 def forward_args(model: Any) -> set[str]:

@@ -229,7 +229,9 @@ def _checked(
         raise UnfittingWeightsError(
             f"the weights do not fit the {type(model).__name__} that the checkpoint describes. Weights {told}. It was "
             f"saved with transformers {metadata.transformers_version}, and this is {transformers.__version__}: use "
-            f"that release if the names are of another one, or give the configuration that fits."
+            f"that release if the names are of another one, or give the configuration that fits. Algorithms that add "
+            f"or replace layers, such as QKNorm and ValueResidual (qk_scale, value_mix), make a model that a Hugging "
+            f"Face folder cannot describe."
         )
     return {name: source for name, source in named.items() if name in expected}
 

@@ -17,6 +17,7 @@ from composer_checkpoint.tensors import StoredTensor, open_checkpoint
 from composer_hf.adapters import changes_base
 from composer_hf.metadata import HuggingFaceMetadata
 from composer_hf.model_classes import without_code
+from composer_hf.model_traits import recorded_surgery
 from composer_hf.published_weights import plan_weights
 from composer_hf.tokenizer_files import as_json, for_any_release
 from composer_hf.weight_files import (
@@ -229,11 +230,13 @@ def write_description(
         (folder / ADAPTER_CONFIG_NAME).write_bytes(as_json(adapter))
     else:
         config = readable_config(metadata, dtype=dtype, trust_remote_code=trust_remote_code)
-        if alibi := config.get("composer_alibi"):
+        for surgery in recorded_surgery(config):
             log.warning(
-                "The model has ALiBi (composer_alibi=%r in config.json), which from_pretrained does not apply: code "
-                "that loads the folder has to call composer.functional.apply_alibi(model, max_sequence_length=%s).",
-                *(alibi, alibi.get("max_sequence_length") if isinstance(alibi, Mapping) else "..."),
+                "The model has %s, which from_pretrained does not apply: %s.",
+                surgery.method,
+                f"code that loads the folder has to call composer.functional.{surgery.call}"
+                if surgery.call
+                else "the folder computes something else, so load the Composer checkpoint instead",
             )
         (folder / "config.json").write_bytes(as_json(config))
         if metadata.generation_config:

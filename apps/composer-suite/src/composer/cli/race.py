@@ -18,6 +18,7 @@ from importlib.metadata import version
 from itertools import count
 from pathlib import Path
 from statistics import median
+from traceback import extract_tb
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ class Entry:
         """Import the file of a recipe.
 
         Raises:
-            ValueError: If it does not define `TASK` and `RECIPE`, or the recipe has no learning rate.
+            ValueError: If its import fails, or it does not define `TASK` and `RECIPE`, which needs a learning rate.
         """
         spec = importlib.util.spec_from_file_location(path.stem, path)
         if spec is None or spec.loader is None or not path.exists():
@@ -144,7 +145,14 @@ class Entry:
             if str(folder) not in sys.path:
                 sys.path.insert(0, str(folder))
         module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:
+            frames = [
+                each for each in extract_tb(error.__traceback__) if Path(each.filename).resolve() == path.resolve()
+            ]
+            line = f", line {frames[-1].lineno}" if frames else ""
+            raise ValueError(f"{path}{line}: {type(error).__name__}: {error}") from error
         task, arm = getattr(module, "TASK", None), getattr(module, "RECIPE", None)
         if not isinstance(task, Task) or not isinstance(arm, Arm) or arm.lr is None:
             raise ValueError(f"{path} must define TASK, a Task, and RECIPE, an Arm with a learning rate (lr).")
@@ -158,9 +166,19 @@ class Entry:
         )
 
     def train(self, seed: int) -> list[Point]:
-        """Train once."""
+        """Train once.
+
+        Raises:
+            ValueError: If the task returns an empty curve.
+        """
         assert self.arm.lr is not None
-        return self.task.train(self.arm, self.arm.lr, seed)
+        curve = self.task.train(self.arm, self.arm.lr, seed)
+        if not curve:
+            raise ValueError(
+                f"{self.path}: train of task {self.task.name!r} must return one point or more, the last at the end of "
+                f"training; got an empty curve for {self.arm.name!r} with seed {seed}."
+            )
+        return curve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,9 +340,14 @@ def newest_record(entry: Entry) -> Path:
 
 
 def _free_path(folder: Path, name: str) -> Path:
-    """Return the path of a log that does not exist yet."""
+    """Return the path of a log that does not exist yet, not even unfinished."""
     names = (name if number == 1 else f"{name}-{number}" for number in count(1))
-    return next(path for each in names if not (path := folder / f"{each}.json").exists())
+    paths = (folder / f"{each}.json" for each in names)
+    return next(path for path in paths if not (path.exists() or _unfinished(path).exists()))
+
+
+def _unfinished(path: Path) -> Path:
+    return path.with_name(f"{path.name}.unfinished")
 
 
 def _write(path: Path, log: dict[str, Any]) -> None:
@@ -355,9 +378,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         path = options.log or _free_path(Path("runs", "race"), entry.path.stem)
         path.parent.mkdir(parents=True, exist_ok=True)
         # Of the seeds so far, since a later one may fail; an existing log is replaced by a whole one only.
-        unfinished = path.with_name(f"{path.name}.unfinished")
+        unfinished = _unfinished(path)
         unfinished.touch()  # an error before the models are trained
-        log = race(entry, reference, range(options.seeds), partial(_write, unfinished))
+        try:
+            log = race(entry, reference, range(options.seeds), partial(_write, unfinished))
+        finally:
+            if unfinished.stat().st_size == 0:  # an error in the first seed
+                unfinished.unlink()
         unfinished.replace(path)
     except (ValueError, ImportError, OSError) as error:
         sys.stderr.write(f"composer race: error: {error}\n")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from composer_algorithms._arguments import check_counts, check_interval, warn_deprecated
-from composer_algorithms._method import ModelSurgery, count_or_warn
+from composer_algorithms._method import ModelSurgery, count_or_warn, own_configs
 from composer_algorithms.alibi.attention import (
     add_bias,
     attention_name,
@@ -101,7 +101,7 @@ def _switch_attention(model: nn.Module, max_sequence_length: int) -> None:
     from transformers import PreTrainedModel
 
     register_attention_functions()
-    _give_own_configs(model)
+    own_configs(model)
     configs = [getattr(module, "config", None) for module in biased]
     for module in model.modules():
         if not isinstance(module, PreTrainedModel):
@@ -116,17 +116,6 @@ def _switch_attention(model: nn.Module, max_sequence_length: int) -> None:
         uses_config = any(module.config is config for config in configs)
         if uses_config and module._can_set_attn_implementation():
             module.set_attn_implementation(attention_name(module.config._attn_implementation))
-
-
-def _give_own_configs(model: nn.Module) -> None:
-    from transformers import PretrainedConfig
-
-    # The caller may have built other models from the same configuration, or may build one later, without ALiBi.
-    copied: dict[int, Any] = {}  # shared copies stay shared
-    for module in model.modules():
-        held = {name: value for name, value in vars(module).items() if isinstance(value, PretrainedConfig)}
-        for name, config in held.items():
-            setattr(module, name, copy.deepcopy(config, copied))
 
 
 def _attn(

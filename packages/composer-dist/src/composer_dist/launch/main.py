@@ -99,7 +99,7 @@ def _find_interpreter(options: Options) -> None:
     a command which ranks can run, such as `doctor`.
     """
     script = options.training_script
-    ending, is_file = os.path.splitext(script)[1].removeprefix("."), os.path.exists(script)
+    ending, is_file = os.path.splitext(script)[1].removeprefix("."), _is_script(script)
     if ending == "py" or options.module_mode or options.command_mode or bool(ending) != is_file:
         return
     for found in entry_points(group="composer.scripts", name=ending or script):
@@ -203,14 +203,19 @@ def _bind_error(family: int, addr: str, port: int) -> int | None:
     return None
 
 
+def _is_script(path: str) -> bool:
+    """Return whether Python can run a path: a file, or a folder with `__main__.py`."""
+    return os.path.isfile(path) or os.path.isfile(os.path.join(path, "__main__.py"))
+
+
 def find_command(arguments: Sequence[str]) -> Callable[[Sequence[str]], int] | None:
     """Return the command that a command line begins with, or `None` if it names a script.
 
     A distribution adds a command by an entry point of the group `composer.commands`: a function from the arguments
-    after the name to the exit status. A file of the same name takes precedence, since scripts need no extension.
+    after the name to the exit status. A script of the same name takes precedence, since scripts need no extension.
     """
     name = arguments[0] if arguments else ""
-    if not name.isidentifier() or os.path.exists(name):  # options and paths are not commands
+    if not name.isidentifier() or _is_script(name):  # options and paths are not commands
         return None
     for found in entry_points(group=GROUP, name=name):
         return found.load()
