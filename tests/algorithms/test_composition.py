@@ -8,7 +8,7 @@ import inspect
 import re
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 from composer import Callback, State, Trainer, algorithms, functional
@@ -224,7 +225,7 @@ ROWS = {
         reasons={"optimizer": "sets its groups"},
     ),
     "NoOpModel": Row(algorithms.NoOpModel),
-    "ProgressiveResizing": Row(partial(algorithms.ProgressiveResizing, delay_fraction=0.2), "conv"),
+    "ProgressiveResizing": Row(partial(algorithms.ProgressiveResizing, initial_scale=0.75, delay_fraction=0.2), "conv"),
     "QKNorm": Row(algorithms.QKNorm, "gpt2", functional.apply_qk_norm),
     "RandAugment": Row(algorithms.RandAugment, "conv", reasons=PER_BATCH),
     "SAM": Row(algorithms.SAM),
@@ -548,6 +549,64 @@ def test_the_documented_row_is_what_was_seen(name, of_two_ranks, documented, tmp
         seen[column] = reason
     assert f"| {name} | {' | '.join(seen.values())} |" == documented[name]
     assert cells.events.seen <= set(map(str, row.make().acts_on))
+
+
+class Plain(ComposerModel):
+    """A language model of which algorithms know no layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(31, 31).tril())
+        self.seen = []
+
+    def forward(self, batch):
+        self.seen.append({name: value.clone() for name, value in batch.items()})
+        return self.table[batch["input_ids"]]
+
+    def loss(self, outputs, batch):
+        return F.cross_entropy(outputs.flatten(0, 1), batch["labels"].flatten())
+
+
+MODELS["plain"] = (Plain, sentences)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, row in ROWS.items() if row.surgery and name not in ("GatedLinearUnits", "MuP")]
+)
+@pytest.mark.filterwarnings("ignore")
+def test_surgery_that_finds_nothing_to_change_has_no_effect_on_training(name):
+    with make_trainer(replace(ROWS[name], model="plain")) as trainer, make_trainer(Row(list, "plain")) as alone:
+        trainer.fit(duration="1ep")
+        alone.fit(duration="1ep")
+    assert_close(trainer.state.model.seen, alone.state.model.seen, rtol=0, atol=0)
+    assert_close(weights_of(trainer), weights_of(alone), rtol=0, atol=0)
+
+
+def traits_of(model):
+    """Return what algorithms may leave in a model: names and forms of its tensors, classes, hooks and settings."""
+    found = {name: (value.shape, value.dtype) for name, value in model.state_dict().items()}
+    for name, module in model.named_modules():
+        held = {**vars(module), **getattr(getattr(module, "config", None), "__dict__", {})}
+        plain = {key: value for key, value in held.items() if isinstance(value, int | float | str | None)}
+        hooks = len(module._forward_hooks) + len(module._forward_pre_hooks)
+        found[f"module {name}"] = type(module).__qualname__, hooks, plain
+    return found
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.filterwarnings("ignore")
+def test_the_same_algorithm_twice_is_refused_or_leaves_the_model_as_one_does(name):
+    row, left = ROWS[name], []
+    for make in (lambda: [row.make()], lambda: [row.make(), row.make()]):
+        try:
+            with make_trainer(replace(row, make=make)) as trainer:
+                trainer.fit()
+                left.append(traits_of(trainer.state.model))
+        except ValueError as refusal:
+            if not left or f"{type(row.make()).__name__} cannot be combined with another" not in str(refusal):
+                raise
+            return
+    assert left[0] == left[1]
 
 
 def test_the_tables_have_every_algorithm(documented, root):

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from composer import Trainer
-from composer.algorithms import SeqLengthWarmup
+from composer.algorithms import AttentionWindowWarmup, SeqLengthWarmup
 from composer.loggers import InMemoryLogger
 from composer.models import ComposerGPT
 from composer.trainer import _strategies
@@ -224,6 +224,14 @@ def test_recompilations_are_counted_and_logged_with_their_cause(caplog):
     assert "'input_ids': (2, 4)" in message
     assert "SeqLengthWarmup" in message
     assert logged.get_timeseries("compile/recompilations")["compile/recompilations"].tolist() == [1]
+
+
+@OF_DYNAMO
+def test_recompilations_by_the_window_of_attention_name_it(caplog):
+    caplog.set_level(logging.WARNING, "composer.trainer.trainer")
+    warmup = AttentionWindowWarmup("1dur", initial_window=4, final_window=16, num_windows=2)
+    train_gpt(algorithms=warmup, compile_config={"backend": BACKEND, "regions": False})
+    assert "Algorithms that may change batches or the model: AttentionWindowWarmup." in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,18 @@ def test_samples_of_any_form_are_mirrored_as_batches_are_and_kept_as_they_were(s
     assert torch.equal(pixels(sample), IMAGE)
 
 
+@pytest.mark.parametrize(
+    "sample", [{"image": IMAGE, "label": 0}, ("image",), object()], ids=["dict", "tuple", "object"]
+)
+def test_a_sample_without_the_image_is_refused_with_what_to_do(sample):
+    key = 3 if isinstance(sample, tuple) else "photo" if not isinstance(sample, dict) else 0
+    dataset = AlternatingFlipDataset(Stored(sample), input_key=key)
+    entries = r" with the entries \['image', 'label'\]" if isinstance(sample, dict) else ""
+    message = f"input_key={key!r} selects nothing in a {type(sample).__name__}{entries}: pass"
+    with pytest.raises(TypeError, match=message):
+        [dataset[index] for index in range(SAMPLES)]
+
+
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(range(4))

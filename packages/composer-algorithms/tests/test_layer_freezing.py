@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from composer_algorithms import LayerFreezing
 from composer_algorithms.functional import freeze_layers
 from composer_dist.testing import run_ranks
-from composer_events import Event
+from composer_events import Event, NoEffectWarning
 
 
 def five_layers():
@@ -125,6 +125,30 @@ def test_training_freezes_layers_at_the_ends_of_epochs_and_logs_it(make_loop, ma
     assert algorithm.find_unused_parameters
 
 
+@pytest.mark.parametrize("interval", ["1ba", "0.5dur"])
+@pytest.mark.parametrize("max_duration", ["1ep", "2ba"])
+def test_training_of_one_epoch_freezes_layers_with_an_interval_within_it(make_loop, interval, max_duration):
+    loop = make_loop([LayerFreezing(freeze_start=0.0, interval=interval)], max_duration=max_duration)
+    depths = []
+    loop.engine.logger.log_metrics = lambda metrics, step=None: depths.append(metrics["layer_freezing/layers_frozen"])
+    loop.fit()
+    assert depths[-2:] == [1, 2]  # the first of these before the end
+
+
+@pytest.mark.parametrize(
+    ("settings", "max_duration"),
+    [({"freeze_start": 0.0}, "1ep"), ({}, "2ep"), ({"freeze_start": 0.0, "interval": "5ba"}, "4ba")],
+)
+def test_training_that_ends_before_a_layer_is_frozen_is_warned_of(make_loop, settings, max_duration):
+    with pytest.warns(NoEffectWarning, match=f"LayerFreezing has no effect in .*{max_duration[:-2]}"):
+        make_loop([LayerFreezing(**settings)], max_duration=max_duration).fit()
+
+
+def test_an_interval_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="interval=0 is not in"):
+        LayerFreezing(interval="0ba")
+
+
 def test_frozen_layers_stand_still_in_training(make_loop, recorder):
     make_loop([LayerFreezing(freeze_start=0.0)], [recorder], max_duration="4ep").fit()
     weights = recorder.on(Event.EPOCH_END)
@@ -147,12 +171,12 @@ def test_training_resumed_from_a_checkpoint_ends_with_the_same_weights(make_loop
 
 def test_a_state_is_frozen_again_on_the_first_event_after_it_was_loaded(state):
     algorithm = LayerFreezing()
-    assert [event for event in Event if algorithm.match(event, state)] == [Event.EPOCH_END]
+    assert [event for event in Event if algorithm.match(event, state)] == [Event.FIT_START, Event.EPOCH_END]
     algorithm.load_state_dict({"freeze_depth": 1, "freeze_fraction": 0.5})
     assert algorithm.match(Event.AFTER_LOAD, state)
     algorithm.apply(Event.AFTER_LOAD, state, None)
     assert frozen(state.model) == [True, False]
-    assert not algorithm.match(Event.FIT_START, state)
+    assert not algorithm.match(Event.AFTER_LOAD, state)
 
 
 def test_a_state_of_composer_itself_which_is_empty_loads():

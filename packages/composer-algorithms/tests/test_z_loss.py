@@ -50,6 +50,36 @@ def test_padding_does_not_count(outputs):
     torch.testing.assert_close(loss, 2 + 0.5 * z_loss(LOGITS, MASK))
 
 
+def test_only_tokens_with_a_label_count_in_models_of_any_kind():
+    labels = torch.tensor([[-100, 1, 2, -100, 3], [1, -100, 3, 4, 5], [-100] * 5])
+    loss = loss_after(LOGITS, torch.tensor(2.0), {"attention_mask": MASK, "labels": labels})
+    torch.testing.assert_close(loss, 2 + 0.5 * z_loss(LOGITS, labels != -100))
+
+
+PIXELS = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(0))  # three classes
+TARGETS = torch.tensor([0, 1, 2, -100]).repeat(10).view(2, 4, 5)
+
+
+@pytest.mark.parametrize(
+    ("logits", "batch", "mask"),
+    [
+        (PIXELS, (torch.zeros(2, 1, 4, 5), TARGETS), TARGETS != -100),
+        (PIXELS, {"labels": TARGETS}, TARGETS != -100),
+        (PIXELS, {"labels": TARGETS.repeat(1, 2, 2)}, None),
+        (PIXELS.movedim(1, -1), {"labels": TARGETS}, TARGETS != -100),
+    ],
+    ids=["tuple", "mapping", "other resolution", "classes last"],
+)
+def test_the_classes_of_pixels_are_found_by_the_shape_of_the_labels(logits, batch, mask):
+    loss = loss_after(logits, torch.tensor(2.0), batch)
+    torch.testing.assert_close(loss, 2 + 0.5 * z_loss(PIXELS.movedim(1, -1), mask))
+
+
+def test_four_dims_without_labels_of_pixels_are_refused():
+    with pytest.raises(ValueError, match=r"no classes in logits of shape \(2, 3, 4, 5\)"):
+        loss_after(PIXELS, torch.tensor(2.0), (torch.zeros(2, 1, 4, 5), torch.zeros(2)))
+
+
 def test_it_is_part_of_what_is_minimized_however_losses_are_named():
     term, one = 0.5 * z_loss(LOGITS), torch.tensor(1.0)
     assert loss_after(LOGITS, {"total": one, "a": one}) == {"total": 1 + term, "a": one}

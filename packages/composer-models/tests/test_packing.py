@@ -267,3 +267,20 @@ def test_the_end_token_may_be_any_whole_number(cls, end):
 def test_an_end_token_that_is_not_one_whole_number_is_refused(cls, token):
     with pytest.raises(ValueError, match=r"eos_token_id=.* must be one whole number"):
         cls([[1, 2]], 4, end_of_document=SimpleNamespace(eos_token_id=token))
+
+
+def test_documents_that_each_of_several_workers_would_read_are_refused():
+    stream = PackedStream([[1, 2, 3]] * 4, 6, end_of_document=None)
+    assert len(list(DataLoader(stream, batch_size=None, num_workers=1))) == 2
+    with pytest.raises(ValueError, match=r"each of the 2 workers would read all documents .* a list"):
+        list(DataLoader(stream, batch_size=None, num_workers=2))
+
+
+class WithoutAttention(torch.nn.Module):
+    def forward(self, batch):
+        return torch.nn.functional.one_hot(batch["input_ids"], 2).float()
+
+
+def test_a_model_whose_attention_has_no_effect_yet_cannot_be_checked():
+    with pytest.raises(ValueError, match="Call packed_data_spec before ZeroInit"):
+        packed_data_spec([], WithoutAttention())

@@ -106,6 +106,18 @@ def count_or_warn(
     return count
 
 
+def refuse_conflicts(algorithm: Algorithm, state: State) -> None:
+    """Refuse the other algorithms of a run that `algorithm.conflicts_with` names, which an engine only reports.
+
+    Raises:
+        ValueError: If there is one.
+    """
+    for one in state.algorithms:
+        if one is not algorithm and (reason := algorithm.conflicts_with.get(name := type(one).__name__)):
+            other = "another" if type(one) is type(algorithm) else type(algorithm).__name__
+            raise ValueError(f"{name} cannot be combined with {other}. {reason}")
+
+
 def check_initialized(method: str, *weights: Tensor) -> None:
     """Check that weights which a method reads or sets have values.
 

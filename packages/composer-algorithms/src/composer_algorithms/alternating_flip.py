@@ -2,6 +2,7 @@
 
 import copy
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from composer_algorithms._method import Method
-from composer_algorithms._tensors import is_pil, require_tensor
+from composer_algorithms._tensors import UnsupportedBatchError, is_pil, require_tensor
 from composer_algorithms.metadata import METHODS
 from composer_events import Event, Logger, State
 from composer_events.batches import batch_get, batch_set
@@ -95,7 +96,14 @@ class AlternatingFlipDataset(Subset[Any]):
             return sample
         if isinstance(sample, Tensor) or is_pil(sample):
             return _mirrored(sample)
-        image = _mirrored(batch_get(sample, self.input_key))
+        try:
+            image = _mirrored(batch_get(sample, self.input_key))
+        except (LookupError, AttributeError) as error:
+            entries = f" with the entries {list(sample)}" if isinstance(sample, Mapping) else ""
+            raise UnsupportedBatchError(
+                f"input_key={self.input_key!r} selects nothing in a {type(sample).__qualname__}{entries}:"
+                f" pass the index, the key, or a (getter, setter) pair of the image as input_key."
+            ) from error
         return batch_set(copy.copy(sample), self.input_key, image)  # a copy, since the dataset may hold the sample
 
 

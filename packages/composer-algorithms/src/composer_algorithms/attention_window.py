@@ -3,12 +3,13 @@
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
 
 from composer_algorithms._arguments import check_counts
-from composer_algorithms._method import NO_LENGTH, Method, count_or_warn, parse_time
+from composer_algorithms._method import NO_LENGTH, Method, count_or_warn, parse_time, refuse_conflicts
 from composer_algorithms.metadata import METHODS
 from composer_dist.wrapping import unwrap_model
 from composer_events import Event, Logger, State
@@ -76,7 +77,8 @@ class AttentionWindowWarmup(Method):
         num_windows: Number of windows. `torch.compile` compiles the model for each of them.
 
     Raises:
-        ValueError: If a number is less than 1, or `final_window` is not larger than `initial_window`.
+        ValueError: If a number is less than 1, or `final_window` is not larger than `initial_window`; on `INIT`, if
+            there is another one.
 
     Warns:
         NoEffectWarning: On `INIT`, if the model has no such attention.
@@ -92,6 +94,9 @@ class AttentionWindowWarmup(Method):
 
     acts_on = frozenset({Event.INIT, Event.BATCH_START, Event.BATCH_END})
     surgery_rank = 7
+    conflicts_with = MappingProxyType(
+        {"AttentionWindowWarmup": "Each would restore the window of the other as that of the model. Leave one out."}
+    )
 
     duration: str | Time[Any] = "0.5dur"
     initial_window: int = 128
@@ -117,6 +122,7 @@ class AttentionWindowWarmup(Method):
     def apply(self, event: Event, state: State, logger: Logger | None) -> None:
         """Validate the model on INIT, limit attention on BATCH_START, and restore it on BATCH_END."""
         if event == Event.INIT:
+            refuse_conflicts(self, state)
             advice = "Use ComposerGPT or a model of transformers with sliding windows, such as Mistral"
             count = len(list(_holders(state.model)))
             count_or_warn("AttentionWindowWarmup", state.model, "attention with a window", count, advice)

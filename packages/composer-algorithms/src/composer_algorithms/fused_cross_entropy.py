@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composer_algorithms._arguments import check_interval
-from composer_algorithms._method import Method, count_or_warn, report
+from composer_algorithms._method import Method, count_or_warn, refuse_conflicts, report
 from composer_algorithms.metadata import METHODS
 from composer_dist.wrapping import unwrap_model
 from composer_events import Event, Logger, NoEffectWarning, State
@@ -123,9 +123,7 @@ class FusedCrossEntropy(Method):
 
     def apply(self, event: Event, state: State, logger: Logger | None) -> None:
         """Change the model and log the number of output layers, or validate the metrics of training."""
-        for one in state.algorithms:  # on FIT_START as well, since a checkpoint may bring algorithms
-            if reason := self.conflicts_with.get(type(one).__name__):
-                raise ValueError(f"{type(one).__name__} cannot be combined with FusedCrossEntropy. {reason}")
+        refuse_conflicts(self, state)  # on FIT_START as well, since a checkpoint may bring algorithms
         if event == Event.INIT:
             count = apply_fused_cross_entropy(state.model, self.label_smoothing)
             report(_log, logger, {"fused_cross_entropy/num_output_layers": count})

@@ -1,6 +1,8 @@
 """Layer freezing: progressively stop training the first layers of a model."""
 
 import logging
+import math
+import warnings
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any, Literal
@@ -10,9 +12,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from composer_algorithms._arguments import check_choice, check_interval
-from composer_algorithms._method import Method, elapsed_fraction, log_no_effect
+from composer_algorithms._method import Method, elapsed_fraction, log_no_effect, parse_time
 from composer_algorithms.metadata import METHODS
-from composer_events import Event, Logger, State
+from composer_events import Event, Logger, NoEffectWarning, State, create_interval_scheduler
+from composer_time import Time, TimeUnit
 
 __all__ = ["LayerFreezing", "freeze_layers", "METADATA"]
 
@@ -91,7 +94,7 @@ def freeze_layers(
 class LayerFreezing(Method):
     """Progressively stop training the first layers of the model.
 
-    On `EPOCH_END` it applies `freeze_layers` and logs `layer_freezing/layers_frozen` and
+    At the end of each `interval` it applies `freeze_layers` and logs `layer_freezing/layers_frozen` and
     `layer_freezing/percentage_frozen`. Its state holds the number of frozen layers; after a checkpoint was loaded they
     are frozen again on `AFTER_LOAD` or `FIT_START`, whichever comes first. Layers are never unfrozen, and a second
     `fit` starts with those frozen in the first.
@@ -100,28 +103,43 @@ class LayerFreezing(Method):
         freeze_start: Fraction of training before which nothing is frozen, in [0, 1].
         freeze_level: Fraction of the layers frozen at the end, in [0, 1].
         schedule: See `freeze_layers`.
+        interval: When to freeze the layers that are due, such as `'1ep'`, `'100ba'` or `'0.1dur'`. `torch.compile`
+            compiles the model again at each freeze.
 
     Raises:
-        ValueError: If a number is outside [0, 1], or `schedule` is unknown.
+        ValueError: If a number is outside [0, 1], `schedule` is unknown, or `interval` is not positive.
+
+    Warns:
+        NoEffectWarning: On `FIT_START`, if no interval ends between `freeze_start` and the end of training.
 
     Example:
         >>> LayerFreezing(freeze_start=0.2)
-        LayerFreezing(freeze_start=0.2, freeze_level=1.0, schedule='linear')
+        LayerFreezing(freeze_start=0.2, freeze_level=1.0, schedule='linear', interval='1ep')
 
     Reference:
         See `freeze_layers`.
     """
 
-    acts_on = frozenset({Event.AFTER_LOAD, Event.FIT_START, Event.EPOCH_END})
-
     def __init__(
-        self, freeze_start: float = 0.5, freeze_level: float = 1.0, *, schedule: FreezeSchedule = "linear"
+        self,
+        freeze_start: float = 0.5,
+        freeze_level: float = 1.0,
+        *,
+        schedule: FreezeSchedule = "linear",
+        interval: str | Time[Any] = "1ep",
     ) -> None:
         check_interval("[0, 1]", freeze_start=freeze_start, freeze_level=freeze_level)
         check_choice(("linear", "cubic"), schedule=schedule)
         self.freeze_start = freeze_start
         self.freeze_level = freeze_level
         self.schedule: FreezeSchedule = schedule
+        self.interval = self._interval = parse_time("interval", interval)
+        check_interval("(0, inf)", interval=self._interval.value)
+        self._is_due = create_interval_scheduler(self._interval, include_end_of_training=False, checkpoint_events=False)
+        ends = {TimeUnit.EPOCH: Event.EPOCH_END, TimeUnit.ITERATION: Event.ITERATION_END}
+        self._is_each_epoch = self._interval.unit == TimeUnit.EPOCH and self._interval.value == 1
+        self._end = ends.get(self._interval.unit, Event.BATCH_END)
+        self.acts_on = frozenset({Event.AFTER_LOAD, Event.FIT_START, self._end})
         self._freeze_depth = 0
         self._freeze_fraction = 0.0
         self._is_loaded = False
@@ -132,16 +150,24 @@ class LayerFreezing(Method):
         return True
 
     def match(self, event: Event, state: State) -> bool:
-        """Return whether an epoch has ended, or a loaded state has yet to be applied to the model."""
-        return event == Event.EPOCH_END or (self._is_loaded and event in (Event.AFTER_LOAD, Event.FIT_START))
+        """Return whether an interval has ended, training starts, or a loaded state has yet to be applied."""
+        if event == self._end:
+            return self._is_each_epoch or self._is_due(state, event)
+        return event == Event.FIT_START or (self._is_loaded and event == Event.AFTER_LOAD)
 
     def apply(self, event: Event, state: State, logger: Logger | None) -> None:
         """Freeze the layers that are due."""
-        if event != Event.EPOCH_END:
-            _freeze(state.model, self._freeze_depth)
-            self._is_loaded = False
+        if event != self._end:
+            if self._is_loaded:
+                _freeze(state.model, self._freeze_depth)
+                self._is_loaded = False
+            if event == Event.FIT_START:
+                self._warn_if_too_late(state)
             return
-        elapsed = elapsed_fraction(state, "LayerFreezing")
+        elapsed: Any = elapsed_fraction(state, "LayerFreezing")
+        total = _batches(state.max_duration, state)
+        if event == Event.BATCH_END and total:  # the number of epochs does not change within an epoch
+            elapsed = int(state.timestamp.batch) / total
         depth, fraction = freeze_layers(
             state.model,
             state.optimizers,
@@ -155,6 +181,20 @@ class LayerFreezing(Method):
         if logger is not None:
             logger.log_metrics({"layer_freezing/layers_frozen": depth, "layer_freezing/percentage_frozen": fraction})
 
+    def _warn_if_too_late(self, state: State) -> None:
+        total, interval = _batches(state.max_duration, state), _batches(self._interval, state)
+        if not total or not interval or self._freeze_depth:
+            return
+        last = max(math.ceil(total / interval) - 1, 0) * interval / total  # the last time before the end
+        if last <= (self.freeze_start**3 if self.schedule == "cubic" else self.freeze_start):
+            warnings.warn(
+                f"LayerFreezing has no effect in {state.max_duration}: with interval={str(self._interval)!r}, layers"
+                f" are last frozen at {last:.0%} of training, and freeze_start={self.freeze_start!r}. Choose a shorter "
+                f"interval, such as '0.05dur', or leave LayerFreezing out.",
+                NoEffectWarning,
+                stacklevel=2,
+            )
+
     def state_dict(self) -> dict[str, Any]:
         """Return the number of frozen layers and the requested fraction."""
         return {
@@ -166,12 +206,24 @@ class LayerFreezing(Method):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the number of frozen layers; the next event freezes them.
 
-        Composer's own checkpoints lack it; the next `EPOCH_END` then freezes the layers that are due.
+        Composer's own checkpoints lack it; the end of the next interval then freezes the layers that are due.
         """
         super().load_state_dict(state)
         self._freeze_depth = int(state.get("freeze_depth", 0))
         self._freeze_fraction = float(state.get("freeze_fraction", 0.0))
         self._is_loaded = self._freeze_depth > 0
+
+
+def _batches(time: Time[Any] | None, state: State) -> float | None:
+    """Return the number of batches in a time, as far as it is known."""
+    if time is None:
+        return None
+    if time.unit == TimeUnit.DURATION:
+        whole = _batches(state.max_duration, state)
+        return None if whole is None else time.value * whole
+    if time.unit == TimeUnit.EPOCH and state.dataloader_len is not None:
+        return time.value * state.dataloader_len.value
+    return time.value if time.unit == TimeUnit.BATCH else None
 
 
 def _layers(model: nn.Module) -> list[list[nn.Parameter]]:

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from composer_algorithms._arguments import check_counts, check_interval
-from composer_algorithms._method import ModelSurgery, check_initialized, count_or_warn, report
+from composer_algorithms._method import ModelSurgery, check_initialized, count_or_warn, refuse_conflicts, report
 from composer_algorithms._optimizer_surgery import as_optimizers
 from composer_algorithms._tensors import add_term
 from composer_algorithms.metadata import METHODS
@@ -184,7 +185,8 @@ class MultiTokenPrediction(ModelSurgery):
         coefficient: 0 or more. The paper counts the losses of all tokens equally, as 1 does.
 
     Raises:
-        ValueError: If an argument is out of range; in training, if the batch has no `labels`.
+        ValueError: If an argument is out of range; on `INIT`, if there is another one; in training, if the
+            batch has no `labels`.
 
     Example:
         >>> MultiTokenPrediction()
@@ -197,6 +199,9 @@ class MultiTokenPrediction(ModelSurgery):
     acts_on = frozenset({Event.INIT, Event.BEFORE_BACKWARD})
     surgery_rank = 6  # after changes of the output layer, such as LogitSoftcap, which then apply to the heads as well
     runs_after = frozenset({"MixUp", "CutMix"})  # they replace the loss
+    conflicts_with = MappingProxyType(
+        {"MultiTokenPrediction": "The model has one set of heads. Use one, with num_extra_tokens=... for more heads."}
+    )
     schedulable = ("coefficient",)
 
     num_extra_tokens: int = 1
@@ -210,6 +215,7 @@ class MultiTokenPrediction(ModelSurgery):
         """Add the heads, or the loss of their predictions."""
         heads = getattr(unwrap_model(state.model), "multi_token_heads", None)
         if event == Event.INIT:
+            refuse_conflicts(self, state)
             count = apply_multi_token_prediction(state.model, self.num_extra_tokens, state.optimizers)
             report(_log, logger, {"multi_token_prediction/num_heads": count})
         elif heads is not None:

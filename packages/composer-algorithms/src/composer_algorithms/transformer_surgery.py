@@ -398,7 +398,7 @@ def apply_squared_relu(model: nn.Module) -> int:
 
 
 def _describe(model: nn.Module, replaced: set[nn.Module], kept: set[nn.Module]) -> None:
-    """Let the configuration of a transformers model name the squared ReLU, or else record the change there."""
+    """Set the activation in the configuration of a transformers model, or record the change there."""
     names = [(config, name) for config in own_configs(model) for name in _CONFIG_NAMES if hasattr(config, name)]
     # The head of BERT keeps an activation of the same name.
     if not names or {type(module) for module in replaced} & {type(module) for module in kept}:

@@ -48,15 +48,17 @@ class ZLoss(Method):
     """Add `coefficient * z_loss(logits)` to the loss, so that logits do not drift to large values.
 
     On `BEFORE_BACKWARD` it changes `state.loss`, after MixUp and CutMix. The logits are `state.outputs`, or their
-    `logits` for outputs of transformers, with classes or tokens in the last dim. In language models it is a mean over
-    the tokens of the loss: those whose label is not -100. In other models, an `attention_mask` of the logits' shape in
-    the batch leaves out padding.
+    `logits` for outputs of transformers, with classes or tokens in the last dim. Logits with four dims are those of
+    images, with classes in dim 1. Where the batch has `labels` for all logits, it is a mean over those whose label is
+    not -100, the tokens of the loss in language models. Otherwise, an `attention_mask` of the logits' shape in the
+    batch leaves out padding.
 
     Args:
         coefficient: 0 or more.
 
     Raises:
-        ValueError: If `coefficient` is negative.
+        ValueError: If `coefficient` is negative; in training, if logits with four dims have neither labels of the shape
+            of an image per example nor of the shape `logits.shape[:-1]`.
 
     Example:
         >>> ZLoss()
@@ -84,7 +86,10 @@ class ZLoss(Method):
         log_z = getattr(outputs, "log_z", None)  # of a loss that was computed without logits
         # The only logit of a token with the same normalizer.
         logits = require_tensor(outputs, "the model's output") if log_z is None else log_z[..., None]
-        state.loss = add_term(state.loss, "z_loss", self.coefficient * z_loss(logits, self._mask(state, logits.shape)))
+        logits, mask = (
+            _of_pixels(logits, state.batch) if logits.ndim == 4 else (logits, self._mask(state, logits.shape))
+        )
+        state.loss = add_term(state.loss, "z_loss", self.coefficient * z_loss(logits, mask))
 
     def _mask(self, state: State, shape: torch.Size) -> Tensor | None:
         """Return which logits count, so that microbatches and ranks have the weights of their losses."""
@@ -98,7 +103,23 @@ class ZLoss(Method):
 
                 self._model, self._shifts = state.model, find_label_shift(state.model)
             if self._shifts:
-                return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED) != IGNORED
-            if self._shifts is not None:
-                return labels != IGNORED
+                labels = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+            return labels != IGNORED
         return mask if isinstance(mask, Tensor) and mask.shape == shape[:-1] else None
+
+
+def _of_pixels(logits: Tensor, batch: Any) -> tuple[Tensor, Tensor | None]:
+    """Return the logits of images with the classes last, and which of them count."""
+    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else [batch]
+    maps = [each for each in values if isinstance(each, Tensor) and each.ndim == 3 and len(each) == len(logits)]
+    of_pixels = logits.movedim(1, -1)
+    for classes_last in (of_pixels, logits):
+        if fitting := [each for each in maps if each.shape == classes_last.shape[:-1]]:
+            return classes_last, fitting[-1] != IGNORED  # targets follow inputs
+    if not maps:
+        raise ValueError(
+            f"ZLoss finds no classes in logits of shape {tuple(logits.shape)}: with four dims, they are in dim 1 if "
+            f"the batch has labels of shape (batch, height, width), and it has none. Leave ZLoss out, or add "
+            f"z_loss(...) to the model's loss."
+        )
+    return of_pixels, None  # labels of another resolution

@@ -68,7 +68,7 @@ def test_nodes_of_different_size_count_their_ranks_from_the_base_rank(launch, sc
     show = script(
         "print(rank, os.environ['WORLD_SIZE'], os.environ['NODE_RANK'], os.environ['LOCAL_RANK'], flush=True)"
     )
-    places = "--world_size 5 --node_rank 1 --base_rank 3 --master_addr 127.0.0.1 --master_port 1"
+    places = "--world_size 5 --node_rank 1 --base_rank 3 --master_addr 127.0.0.1 --master_port 1 --hang-timeout off"
     status, out, _ = launch("-n", 2, *places.split(), "--tee", show)
     assert status == 0
     assert sorted(out.splitlines()) == ["[rank 3]:3 5 1 0", "[rank 4]:4 5 1 1"]

@@ -378,7 +378,8 @@ def _load_algorithms(state: State, saved: Any) -> None:
     present = {type(algorithm).__qualname__ for algorithm in state.algorithms}
     if isinstance(saved, Mapping):  # in old checkpoints
         saved = list(cast("Mapping[str, Any]", saved).items())
-    for name, algorithm_state in cast("Sequence[tuple[str, Any]]", saved):
+    for name, own in cast("Sequence[tuple[str, Any]]", saved):
+        algorithm_state = cast("Mapping[str, Any]", own if isinstance(own, Mapping) else {})
         # EMA's name for it: the trained weights are in its own state, which nothing reads if it is absent.
         if name not in present and algorithm_state.get("ema_weights_active"):
             _warn(

@@ -10,7 +10,7 @@ import operator
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +23,11 @@ from composer_models.targets import IGNORED
 
 __all__ = ["PackedDataset", "PackedStream", "document_numbers", "pack_window", "packed_data_spec"]
 
-_TOO_LONG = (None, "split", "truncate", "drop")
 _END = object()
 
 # The tokens and the labels of a document.
 Document: TypeAlias = tuple[Tensor, Tensor]
-TooLong: TypeAlias = Literal["split", "truncate", "drop"] | None
+TooLong: TypeAlias = Literal[None, "split", "truncate", "drop"]
 
 
 class PackedDataset(Dataset[dict[str, Tensor]]):
@@ -178,7 +177,20 @@ class PackedStream(IterableDataset[dict[str, Tensor]]):
             dataset.next_epoch = epoch
 
     def __iter__(self) -> "Iterator[dict[str, Tensor]]":
-        """Return an iterator over the windows, which has `state_dict` and `load_state_dict`."""
+        """Return an iterator over the windows, which has `state_dict` and `load_state_dict`.
+
+        Raises:
+            ValueError: If each of several workers would read all documents of a map-style dataset.
+        """
+        worker = get_worker_info()
+        has_index = hasattr(self.dataset, "__getitem__") and hasattr(self.dataset, "__len__")
+        is_map_style = has_index and not isinstance(self.dataset, IterableDataset)
+        if worker is not None and worker.num_workers > 1 and is_map_style:
+            raise ValueError(
+                f"each of the {worker.num_workers} workers would read all documents of PackedStream's dataset, a "
+                f"{type(self.dataset).__name__}, which is not divided among them. Use PackedDataset for a dataset with "
+                f"an index, or an IterableDataset that divides its documents."
+            )
         return _Packing(self)
 
 
@@ -372,7 +384,8 @@ def packed_data_spec(dataloader: Iterable[Any], model: nn.Module, **settings: An
         **settings: Other arguments of `DataSpec`.
 
     Raises:
-        ValueError: If documents affect each other in the model.
+        ValueError: If documents affect each other in the model, or tokens of one document do not, such as after
+            `ZeroInit`.
 
     Example:
         >>> from composer_models import ComposerGPT
@@ -416,6 +429,11 @@ def _leak(model: nn.Module) -> float:
     logits = (outputs["logits"] if isinstance(outputs, Mapping) else outputs)[:, 3:].float()
     from_before = (logits[1] - logits[0]).abs().max().item()
     own = (logits[2] - logits[0]).abs().max().item()
+    if own and not (logits[2] - logits[0])[1:].any():  # only the first token itself differs
+        raise ValueError(
+            "packed documents cannot be checked, because the tokens of a document do not affect each other in this "
+            "model yet. Call packed_data_spec before ZeroInit and other methods that start attention from zero."
+        )
     # Kernels of mixtures of experts may round differently; the model's own effect may be 0 before training.
     leak = from_before / own if own else float(from_before > 0)
     return leak if leak > 1e-4 else 0.0
@@ -433,7 +451,7 @@ def _end_token(
 ) -> int | None:
     """Validate the arguments of a packer, and return the id of the token to append."""
     check_counts(2, window_size=window_size)
-    for name, value, accepted in (("too_long", too_long, _TOO_LONG), ("method", method, methods)):
+    for name, value, accepted in (("too_long", too_long, get_args(TooLong)), ("method", method, methods)):
         if value not in accepted:
             raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, accepted))}.")
     if end_of_document is None:

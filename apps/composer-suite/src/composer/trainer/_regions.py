@@ -116,13 +116,13 @@ class RecompilationMonitor:
             return
         self.count += len(reasons)
         logger.log_metrics({"compile/recompilations": self.count})
-        changing = {Event.AFTER_DATALOADER, Event.BEFORE_FORWARD}
+        changing = {Event.AFTER_DATALOADER, Event.BATCH_START, Event.BEFORE_FORWARD}
         names = [type(each).__name__ for each in state.algorithms if changing.intersection(each.acts_on or ())]
         shapes = {name: tuple(each.shape) for name, each in _named_tensors(state.batch)}
         _log.warning(
             "Recompilations: %d in batch %d, whose tensors have shapes %s. Reasons: %s.%s",
             *(len(reasons), int(state.timestamp.batch), shapes, "; ".join(reasons[:_NUM_NAMED])),
-            f" Algorithms that change batches: {', '.join(names)}." if names else "",
+            f" Algorithms that may change batches or the model: {', '.join(names)}." if names else "",
         )
 
     def _take(self) -> list[str]:

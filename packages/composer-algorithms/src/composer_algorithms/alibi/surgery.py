@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from composer_algorithms._arguments import check_counts, check_interval, warn_deprecated
-from composer_algorithms._method import ModelSurgery, log_no_effect, own_configs
+from composer_algorithms._method import ModelSurgery, count_or_warn, own_configs
 from composer_algorithms.alibi.attention import (
     add_bias,
     attention_name,
@@ -36,13 +36,12 @@ def apply_alibi(
     max_sequence_length: int,
     optimizers: Optimizer | Sequence[Optimizer] | None = None,
     **legacy: Any,
-) -> None:
+) -> int:
     """Replace the position embeddings of a transformer with a bias on its attention scores.
 
     The score of two tokens is lowered by their distance times a slope, which differs between heads. The table of
     position embeddings becomes a frozen table of `max_sequence_length` zeros. Supported are GPT-2, BERT and RoBERTa of
-    transformers and the modules in `policy_registry`. Other models stay unchanged, with a warning in the log. A second
-    call changes only the length.
+    transformers and the modules in `policy_registry`. A second call changes only the length.
 
     Args:
         model: Changed in place; contains a model of transformers, or is one.
@@ -52,13 +51,20 @@ def apply_alibi(
             `attr_to_replace`, `alibi_attention`, `mask_replacement_function`. They are used for models whose attention
             module has the attribute to replace, and ignored otherwise.
 
+    Returns:
+        The number of changed modules.
+
     Raises:
         ValueError: If `max_sequence_length` is not above 0.
+
+    Warns:
+        NoEffectWarning: If the model has no supported module.
 
     Example:
         >>> from transformers import GPT2Config, GPT2Model
         >>> model = GPT2Model(GPT2Config(n_embd=8, n_layer=1, n_head=2, n_positions=16, vocab_size=11))
         >>> apply_alibi(model, max_sequence_length=64)
+        2
         >>> model.wpe.weight.shape, model.h[0].attn.alibi_slopes
         (torch.Size([64, 8]), tensor([0.0625, 0.0039]))
 
@@ -68,7 +74,7 @@ def apply_alibi(
     """
     check_counts(max_sequence_length=max_sequence_length)
     if legacy and apply_legacy_alibi(model, max_sequence_length, optimizers, **legacy):
-        return
+        return sum(hasattr(module, "alibi_slopes") for module in model.modules())
     # transformers is optional and slow to import. The registry is read at each call, since users may add to it.
     from composer_algorithms.alibi.attention_surgery_functions import policy_registry
 
@@ -80,11 +86,11 @@ def apply_alibi(
     if not replaced:
         known = [f"{one.__module__}.{one.__qualname__}" for one in policy_registry]
         known_text = f"Supported are {', '.join(known)}" if known else "Without transformers no class is supported"
-        why = f"it has no module of a supported class. {known_text}; register others in policy_registry"
-        log_no_effect(_log, "ALiBi", model, why)
-        return
+        advice = f"{known_text}. Register others in policy_registry"
+        return count_or_warn("Alibi", model, "module of a supported class", 0, advice)
     _switch_attention(model, max_sequence_length)
     _log.info("ALiBi: %d modules were changed, for up to %d tokens.", len(replaced), max_sequence_length)
+    return len(replaced)
 
 
 def _switch_attention(model: nn.Module, max_sequence_length: int) -> None:
@@ -239,7 +245,8 @@ class Alibi(ModelSurgery):
 
     On `AFTER_DATALOADER` each sequence of a batch is split into `1 / train_sequence_length_scaling` shorter ones: a
     tensor of shape `(B, S)` becomes `(B / scaling, S * scaling)`. Values per example, such as class labels, are
-    repeated. Evaluation uses whole sequences. Loading a checkpoint of a model with ALiBi applies the algorithm.
+    repeated. Evaluation uses whole sequences, and so does training if the model has no supported module. Loading a
+    checkpoint of a model with ALiBi applies the algorithm.
 
     Args:
         max_sequence_length: Maximum length of the sequences in training and afterwards.
@@ -248,6 +255,9 @@ class Alibi(ModelSurgery):
 
     Raises:
         ValueError: If a number is not above 0; on `AFTER_DATALOADER`, if a batch cannot be split in this way.
+
+    Warns:
+        NoEffectWarning: On `INIT`, if the model has no supported module.
 
     Example:
         >>> Alibi(max_sequence_length=1024)
@@ -268,16 +278,17 @@ class Alibi(ModelSurgery):
         self.max_sequence_length = max_sequence_length
         self.train_sequence_length_scaling = train_sequence_length_scaling
         self._applied = False
+        self._has_effect = True
 
     def match(self, event: Event, state: State) -> bool:
         """Return whether the event is the first INIT, or AFTER_DATALOADER."""
         # Only the first INIT: a second pass would act on a model that has ALiBi already.
-        return (event == Event.INIT and not self._applied) or event == Event.AFTER_DATALOADER
+        return (event == Event.INIT and not self._applied) or (event == Event.AFTER_DATALOADER and self._has_effect)
 
     def apply(self, event: Event, state: State, logger: Logger | None) -> None:
         """Apply ALiBi to the model, or split the sequences of the batch."""
         if event == Event.INIT:
-            apply_alibi(state.model, self.max_sequence_length, state.optimizers)
+            self._has_effect = apply_alibi(state.model, self.max_sequence_length, state.optimizers) > 0
             self._applied = True
         elif event == Event.AFTER_DATALOADER and isinstance(state.batch, Mapping):
             state.batch = _cut(state.batch, self.train_sequence_length_scaling)
