@@ -367,7 +367,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--output", metavar="FOLDER", default=".", help="where the job is written, and Slurm's logs (default: here)")
     add("--image", help="container image; required for kubernetes, Pyxis runs it on Slurm")
     add("--env", metavar="NAME=VALUE", action="append", default=[], help="variable of the ranks; may be repeated")
-    add("--gpus-per-node", type=int, metavar="N", help="GPUs of each node, 0 for a job on CPUs (default: NPROC; one of both is required)")
+    add(
+        "--gpus-per-node",
+        type=int,
+        metavar="N",
+        help="GPUs of each node, 0 for a job on CPUs (default: NPROC; one of both is required)",
+    )
     add("--gpu-type", metavar="NAME", help="such as H100, for slurm and skypilot")
     add(
         "--grace",
