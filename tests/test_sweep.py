@@ -217,6 +217,15 @@ def test_a_run_whose_recipe_has_changed_gets_another_name(folder):
     assert claim()[0] == "seed=1"
 
 
+def test_the_recipe_of_a_run_finds_what_is_in_the_current_folder(folder, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (folder / "runs/plum").mkdir(parents=True)
+    (folder / "parts_of_plum.py").write_text(PARTS)
+    (folder / "runs/plum/recipe.yaml").write_text(RECIPE.replace("parts_of_sweep", "parts_of_plum"))
+    allow = ["--allow", "parts_of_plum"]
+    assert Sweep(["-n", "1", "runs/plum/recipe.yaml", *allow]).plan(allow).values["max_duration"] == "3ba"
+
+
 def test_the_new_name_of_a_run_is_not_that_of_the_next_one(folder):
     sweep = Sweep(["-n", "1", "--runs", "runs", "recipe.yaml", "--allow", "parts_of_sweep"])
     record(folder / "runs", sweep.claim("note", ["--allow", "parts_of_sweep", "seed=1"])[2])
@@ -261,6 +270,32 @@ def test_names_that_differ_by_a_reference_may_be_given(folder, capsys):
     arguments = ["--dry-run", "-n", "1", "recipe.yaml", "--allow", "parts_of_sweep", "seed=1,2", "run_name=s-${seed}"]
     assert command.main(arguments) == 0
     assert capsys.readouterr().out.count("run_name=s-${seed}") == 2
+
+
+@pytest.mark.parametrize("options", [[], ["--optuna", "3", "--minimize", "loss"]])
+def test_a_folder_that_cannot_have_the_runs_is_refused_before_any_run(folder, capsys, options):
+    arguments = [*options, "-n", "1", "--runs", "taken", "recipe.yaml", "--allow", "parts_of_sweep", "seed=1,2"]
+    (folder / "taken").touch()
+    assert command.main(arguments) == 2
+    shown = capsys.readouterr()
+    assert "taken is not a folder" in shown.err
+    assert "sweep:" not in shown.out
+
+
+@pytest.mark.parametrize("options", [[], ["--optuna", "3", "--minimize", "loss"]])
+def test_two_sweeps_do_not_train_in_one_folder_at_once(folder, capsys, options):
+    arguments = ["-n", "1", "--runs", "runs", "recipe.yaml", "--allow", "parts_of_sweep", "seed=1,2"]
+    other = "from composer_checkpoint.lock import FolderLock; FolderLock('runs').acquire(); print(); input()"
+    process = subprocess.Popen([sys.executable, "-c", other], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process.stdout.readline()  # it has the lock
+    try:
+        assert command.main([*options, *arguments]) == 2
+        shown = capsys.readouterr()
+        assert "another sweep trains in 'runs'" in shown.err
+        assert "sweep:" not in shown.out
+        assert command.main(["--dry-run", *arguments]) == 0
+    finally:
+        process.communicate(b"\n", timeout=60)
 
 
 @pytest.mark.parametrize(

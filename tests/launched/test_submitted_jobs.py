@@ -124,6 +124,15 @@ def test_a_failed_step_is_not_requeued(clients, script, tmp_path):
     assert clients.read_text() == f"sbatch {tmp_path}/train.sbatch\n"
 
 
+@pytest.mark.parametrize("command", ["composer -N 2 -n 4 doctor --port 29500", "composer -N 2 -n 4 recipe.yaml lr=1"])
+def test_a_job_may_run_what_the_launcher_runs_besides_scripts(script, tmp_path, capsys, command):
+    (tmp_path / "recipe.yaml").touch()
+    assert submit("--to", "slurm", "--dry-run", command=command) == 0
+    written = capsys.readouterr().out
+    assert f"composer --shutdown-timeout=110 {command.removeprefix('composer -N 2 ')} &" in written
+    assert f"--job-name={Path(shlex.split(command)[5]).stem}\n" in written
+
+
 def test_options_of_slurm_are_directives(clients, script, capsys):
     options = "--time 04:00:00 --partition long --account team --gpu-type h100 --image a/b:1 --cpus-per-node 32"
     assert submit("--to", "slurm", *options.split(), "--env", "A=b c", "--grace", 60, "--dry-run") == 0
@@ -195,11 +204,14 @@ def test_a_job_is_written_and_not_overwritten_where_there_is_no_client(script, t
         ("--to slurm", "composer --node-rank 1 train.py", "--node-rank cannot be combined"),
         ("--to slurm --namespace ml", "composer train.py", "--namespace cannot be combined with --to slurm"),
         ("--to slurm --grace 5", "composer train.py", "must be 20 seconds or more"),
-        ("--to slurm --name Big_Run", "composer train.py", "lowercase"),
+        ("--to slurm --name Big_Run", "composer -n 1 train.py", "lowercase"),
         ("--to slurm --gpus-per-node -3", "composer train.py", "must be 0 or more"),
-        ("--to slurm --env A", "composer train.py", "NAME=VALUE"),
+        ("--to slurm --env A", "composer -n 1 train.py", "NAME=VALUE"),
         ("--to kubernetes", "composer train.py", "--image"),
         ("--to skypilot", "composer -n 8 train.py", "--gpu-type"),
+        ("--to slurm", "composer -N 2 train.py", "`-n` or `--gpus-per-node` must be given"),
+        ("--to kubernetes --image a/b:1", "composer train.py", "`-n` or `--gpus-per-node` must be given"),
+        ("--to skypilot --gpu-type H100", "composer train.py", "`-n` or `--gpus-per-node` must be given"),
     ],
 )
 def test_what_would_fail_on_the_cluster_is_refused_here(script, capsys, arguments, command, said):

@@ -3,6 +3,7 @@ import sys
 
 import pytest
 
+from composer_dist import flight_recorder
 from composer_dist.progress import PHASES, VARIABLE, Board, Recorder, phase_of
 from composer_time import Timestamp
 
@@ -86,3 +87,10 @@ def test_a_slot_belongs_to_one_living_process(board):
 def test_every_event_has_a_phase(is_inside):
     events = pytest.importorskip("composer_events.event")
     assert {phase_of(event.value, is_inside=is_inside) for event in events.Event} <= set(PHASES)
+
+
+@pytest.mark.parametrize("text", ["abc", "5min", "-3", "nan"])
+def test_a_malformed_hang_timeout_is_warned_about_and_ends_nothing(board, monkeypatch, text):
+    monkeypatch.setenv(flight_recorder.HANG_TIMEOUT, text)
+    with pytest.warns(UserWarning, match=f"COMPOSER_HANG_TIMEOUT='{text}' must be a number of seconds"):
+        flight_recorder.start(Recorder(board.slot(0), rank=0), None)

@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -62,14 +63,26 @@ def _plain(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 def start(recorder: "Recorder", folder: Path | None) -> None:
     """Start the thread that writes `collectives.json` into a folder on request, and watches the rank if asked to."""
-    timeout_s = 0.0
-    with contextlib.suppress(ValueError):  # a malformed variable must not end the training
-        timeout_s = float(os.environ.get(HANG_TIMEOUT) or 0)
+    timeout_s = _timeout_s()
     if folder is None and not timeout_s > 0:
         return
     threading.Thread(
         target=_serve, args=(recorder, folder, timeout_s), name="composer-flight-recorder", daemon=True
     ).start()
+
+
+def _timeout_s() -> float:
+    """Return the seconds that the user asked for, 0 for none. A malformed variable must not end the training."""
+    given = os.environ.get(HANG_TIMEOUT) or "0"
+    with contextlib.suppress(ValueError):
+        if (timeout_s := float(given)) >= 0:
+            return timeout_s
+    warnings.warn(
+        f"{HANG_TIMEOUT}={given!r} must be a number of seconds, 0 or more, such as 300. Ranks without progress are not "
+        "reported.",
+        stacklevel=2,
+    )
+    return 0.0
 
 
 def _serve(recorder: "Recorder", folder: Path | None, timeout_s: float) -> None:

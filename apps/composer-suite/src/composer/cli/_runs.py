@@ -6,12 +6,14 @@ import os
 import signal
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer.cli._values import is_named
 from composer.report.runs import CONFIG, METRICS, STATUS, read_json, write_page
+from composer_checkpoint.lock import FolderInUseError, FolderLock
 from composer_dist.launch.args import parse_options
 from composer_dist.launch.main import main as launch
 from composer_dist.launch.topology import child_command, resolve, resolve_nproc
@@ -88,6 +90,26 @@ class Sweep:
                     f"from the checkpoints of the one before. Pass 'save_folder={folder}/{{run_name}}'."
                 )
             seen.add(folder)
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the lock of the folder of the runs, which is created if it does not exist.
+
+        Raises:
+            ValueError: If another sweep trains in it.
+            OSError: If it cannot be made or written to.
+        """
+        try:
+            lock = FolderLock(self.folder).acquire()
+        except FolderInUseError:
+            raise ValueError(
+                f"another sweep trains in {str(self.folder)!r}. Wait until it has ended, or pass another --runs for "
+                "a sweep of other values."
+            ) from None
+        try:
+            yield
+        finally:
+            lock.release()
 
     def command(self, changes: Sequence[str]) -> list[str]:
         """Return the arguments of the launcher for a run."""

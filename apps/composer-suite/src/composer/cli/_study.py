@@ -11,7 +11,6 @@ from composer.cli._values import Range, is_named, split_values
 from composer.loggers._service_queue import require
 from composer.recipe._read import nearest
 from composer.report.runs import read_run
-from composer_checkpoint.lock import FolderInUseError, FolderLock
 
 _FILE = "optuna.log"  # a journal in the folder of the sweep
 
@@ -30,7 +29,7 @@ def search(sweep: Sweep, num_trials: int, direction: str, metric: str) -> int:
 
     Raises:
         MissingConditionalImportError: If Optuna is not installed; the extra `optuna` brings it.
-        ValueError: If there is nothing to choose, runs do not have the metric, or another sweep continues the study.
+        ValueError: If there is nothing to choose, runs do not have the metric, or another sweep trains in the folder.
     """
     optuna, journal = require("optuna", extra="optuna"), require("optuna.storages.journal", extra="optuna")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -50,11 +49,7 @@ def search(sweep: Sweep, num_trials: int, direction: str, metric: str) -> int:
     plans = [sweep.plan([*fixed, *_spell(params)]) for params in _corners(values)]  # errors before anything trains
     sweep.check_folders(plans)
     digest = hashlib.sha256("\n".join(plan.text for plan in plans).encode()).hexdigest()
-    try:
-        lock = FolderLock(sweep.folder).acquire()
-    except FolderInUseError:
-        raise ValueError(f"another sweep continues the study in {sweep.folder}. Wait until it has ended.") from None
-    try:
+    with sweep.lock():
         study = optuna.create_study(
             storage=optuna.storages.JournalStorage(journal.JournalFileBackend(str(sweep.folder / _FILE))),
             study_name=f"{direction} {metric} {digest[:16]}",
@@ -62,8 +57,6 @@ def search(sweep: Sweep, num_trials: int, direction: str, metric: str) -> int:
             load_if_exists=True,
         )
         return _Search(sweep, optuna, study, metric).run(num_trials, space, fixed)
-    finally:
-        lock.release()
 
 
 class _Search:

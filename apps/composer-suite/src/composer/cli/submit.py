@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import yaml
 
 from composer_dist.launch.args import Options, option, parse_options
-from composer_dist.launch.main import check_command
+from composer_dist.launch.main import check_command, find_interpreter
 
 __all__ = ["main"]
 
@@ -71,8 +72,15 @@ def _make_job(asked: argparse.Namespace) -> _Job:
     launch = parse_options(arguments)
     _check_launch(launch)
     if asked.to != "kubernetes":  # its image has files of its own
-        check_command(launch)
-    num_gpus = (launch.nproc or 0) if asked.gpus_per_node is None else asked.gpus_per_node
+        ran = copy(launch)
+        find_interpreter(ran)
+        check_command(ran)
+    num_gpus = launch.nproc if asked.gpus_per_node is None else asked.gpus_per_node
+    if num_gpus is None:  # without a GPU, the cluster would train on the CPU
+        raise ValueError(
+            "`-n` or `--gpus-per-node` must be given: the processes or the GPUs of each node. Give "
+            "`--gpus-per-node 0` for a job on CPUs."
+        )
     if asked.to == "skypilot" and num_gpus and asked.gpu_type is None:
         raise ValueError(
             f"{num_gpus} GPUs per node need a --gpu-type for SkyPilot, such as H100, or --gpus-per-node 0."
@@ -359,7 +367,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--output", metavar="FOLDER", default=".", help="where the job is written, and Slurm's logs (default: here)")
     add("--image", help="container image; required for kubernetes, Pyxis runs it on Slurm")
     add("--env", metavar="NAME=VALUE", action="append", default=[], help="variable of the ranks; may be repeated")
-    add("--gpus-per-node", type=int, metavar="N", help="GPUs of each node, 0 for none (default: NPROC)")
+    add(
+        "--gpus-per-node",
+        type=int,
+        metavar="N",
+        help="GPUs of each node, 0 for a job on CPUs (default: NPROC; one of both is required)",
+    )
     add("--gpu-type", metavar="NAME", help="such as H100, for slurm and skypilot")
     add(
         "--grace",

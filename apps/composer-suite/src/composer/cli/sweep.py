@@ -74,10 +74,13 @@ def _train_all(sweep: Sweep, *, dry_run: bool) -> int:
         sys.stdout.write("".join(f"composer {shlex.join(sweep.command(changes))}\n" for _, changes, _ in missing))
         return 0
     failed: list[str] = []
-    for name, changes, plan in missing:
-        status = sweep.train(name, changes, plan)
-        if sweep.is_interruption(status):
-            return sweep.end(failed, status)
-        if status or sweep.finished(plan) is None:
-            failed.append(name)
-    return sweep.end(failed)
+    with sweep.lock():
+        for name, changes, plan in missing:
+            if sweep.finished(plan):  # by another sweep, before this one got the lock
+                continue
+            status = sweep.train(name, changes, plan)
+            if sweep.is_interruption(status):
+                return sweep.end(failed, status)
+            if status or sweep.finished(plan) is None:
+                failed.append(name)
+        return sweep.end(failed)

@@ -44,9 +44,11 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[Plan, bool]:
     )
     parser.add_argument("--trust-remote-code", action="store_true", help="let a model of the Hub run its own code")
     options = parser.parse_intermixed_args(arguments)
-    folder = str(Path(options.recipe).parent.resolve())
-    if options.allow and folder not in sys.path:  # as Python does for a script
-        sys.path.insert(0, folder)
+    # The recipe's folder, as Python does for a script; the current one, as `python -m` does, so that the recipe in a
+    # run folder finds what the original did.
+    for folder in (str(Path.cwd()), str(Path(options.recipe).parent.resolve())) if options.allow else ():
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
     plan = load_recipe(
         options.recipe, options.overrides, allow=options.allow, trust_remote_code=options.trust_remote_code
     )

@@ -63,7 +63,7 @@ def _launch(arguments: Sequence[str]) -> int:
 def _prepare(arguments: Sequence[str]) -> Callable[[], int]:
     """Check the command line and return a function that carries it out."""
     options = parse_options(arguments)
-    _find_interpreter(options)
+    find_interpreter(options)
     _configure_logging(options)
     nproc = resolve_nproc(options, os.environ, _count_accelerators)
     topology = resolve(options, os.environ, nproc) if options.nnodes is None else None
@@ -92,7 +92,7 @@ def _prepare(arguments: Sequence[str]) -> Callable[[], int]:
     return lambda: run(options, topology)
 
 
-def _find_interpreter(options: Options) -> None:
+def find_interpreter(options: Options) -> None:
     """Run a script by the module that a distribution has for files with its ending, such as recipes in YAML.
 
     The module is an entry point of the group `composer.scripts`, whose name is the ending without its dot, or that of
