@@ -90,6 +90,18 @@ def test_the_schema_is_valid_and_finds_what_is_wrong(tmp_path):
     for path in EXAMPLES.glob("*.yaml"):
         assert not list(validator.iter_errors(as_editors_read(path))), path
     values = as_editors_read(EXAMPLES / "digits.yaml")
-    for change in ({"optimizers": {"name": "decoupled_adamw", "lrr": 1}}, {"max_duration": [1]}, {"device": [3]}):
+    for change in (
+        {"optimizers": {"name": "decoupled_adamw", "lrr": 1}},
+        {"max_duration": [1]},
+        {"device": [3]},
+        *({"algorithms": {name: {"alpha": "x"}}} for name in ("mixup", "mix_up", "MixUp")),
+        {"algorithms": {"mixupp": {}}},
+        {"callbacks": {"lr_monitorr": None}},
+    ):
         (error,) = validator.iter_errors({**values, **change})
         assert next(iter(error.absolute_path)) == next(iter(change))
+    for change in (
+        {"algorithms": {"my_package.Method": {"a": 1}}},
+        {"callbacks": [{"name": "lr_monitor"}, "lr_monitor"]},
+    ):
+        assert not list(validator.iter_errors({**values, **change}))

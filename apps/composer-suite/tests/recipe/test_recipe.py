@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import typing
+import warnings
 from enum import Enum
 from importlib import import_module
 from pathlib import Path
@@ -24,6 +25,7 @@ from composer.models import ComposerClassifier
 from composer.optim import CosineAnnealingWithWarmupScheduler, DecoupledAdamW
 from composer.recipe import RecipeError, _components, load_recipe
 from composer.recipe.__main__ import main
+from composer.recipe._read import read
 from composer.recipe.data import dataloader
 from composer_dist import reproducibility
 
@@ -233,6 +235,11 @@ INVALID = {
     "private": ("rows_of_recipes.Rows", "rows_of_recipes._Rows", r"recipe\.yaml:LINE: .*--allow"),
     "no such class": ("torch.nn.Linear,", "torch.nn.Lineal,", r"recipe\.yaml:LINE: .*cannot be imported"),
     "no model": ("model:", "variables2:", r"is no argument|needs a model"),
+    "no value for the model": (RECIPE, "model:\n", r"recipe\.yaml:1: model: a recipe needs a model"),
+    "a number for a file": ("seed: 17", "include: 5", r"recipe\.yaml:LINE: include: must be a path .*5"),
+    "a boolean for a file": ("seed: 17", "include: true", r"recipe\.yaml:LINE: include: must be a path .*True"),
+    "a mapping for files": ("seed: 17", "include: {a: b}", r"recipe\.yaml:LINE: include: must be a path .*'b'"),
+    "another spelling": ("  lr_monitor:", "  lr_monitor:\n  LRMonitor:", r"NEXT: .*another spelling of 'lr_monitor'"),
     "needed argument": ("lr_monitor:", "early_stopper:", r"recipe\.yaml:LINE: .*needs the argument 'monitor'"),
     "code of a model": (
         "seed: 17",
@@ -312,6 +319,36 @@ def test_older_names_of_members_and_other_spellings_are_accepted_without_a_warni
 def test_overrides_that_do_not_fit(folder, override, message):
     with pytest.raises(RecipeError, match=f"the command line.*{message}"):
         load(override)
+
+
+@pytest.mark.parametrize("name", sorted(PARAMETERS))
+def test_a_name_of_the_trainer_is_not_taken_for_that_of_a_component(tmp_path, name):
+    path = tmp_path / "nested.yaml"
+    path.write_text(yaml.safe_dump({"variables": {"component": {name: 1}}}))
+    values = read(path, [f"{name}=2"], PARAMETERS).values
+    assert values.pop("variables") == {"component": {name: 1}}
+    assert list(values.values()) == [2]
+
+
+SIZES = ["global_train_batch_size", "device_eval_batch_size", "max_seq_len"]
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_size_that_no_dataloader_takes_is_refused_on_the_command_line_and_told_in_a_file(folder, name):
+    text = RECIPE.replace("global_train_batch_size: 8\n", "").replace("shuffle: true", "batch_size: 4")
+    with pytest.raises(RecipeError, match=f"the command line: {name}: has no effect"):
+        load(f"{name}=16", text=text)
+    with pytest.warns(UserWarning, match=rf"recipe\.yaml:1: {name}: has no effect"):
+        load(text=f"{name}: 16\n{text}")
+    with warnings.catch_warnings(action="error"):
+        load(f"optimizer.lr=${{{name}}}", text=f"{name}: 16\n{text}")  # a variable
+
+
+def test_members_of_a_list_may_be_named_mappings(folder):
+    with load(
+        text=RECIPE.replace("  lr_monitor:", "  - lr_monitor:\n  - speed_monitor: {window_size: 3}")
+    ).build() as trainer:
+        assert {"LRMonitor", "SpeedMonitor"} <= {type(each).__name__ for each in trainer.state.callbacks}
 
 
 def test_a_huge_file_and_one_that_grows_are_refused_at_once(folder):

@@ -133,8 +133,11 @@ class Components:
         if isinstance(value, str):
             return self._component(value, {}, key, section, given)
         if isinstance(value, list):
-            members = enumerate(cast("list[Any]", value))
-            return [self.check(member, (*key, index), section, given) for index, member in members]
+            plans: list[Any] = []
+            for index, member in enumerate(cast("list[Any]", value)):
+                plan = self.check(member, (*key, index), section, given)
+                plans += cast("list[Any]", plan if isinstance(plan, list) else [plan])
+            return plans
         if not isinstance(value, dict):
             raise self._recipe.error(key, f"{value!r} must be a name, or a mapping with a name and arguments.")
         arguments = cast("dict[str, Any]", value)
@@ -144,6 +147,11 @@ class Components:
                 others = {each: argument for each, argument in arguments.items() if each != spelling}
                 return self._component(name, others, key, section, given)
         if section.is_named:
+            spellings: dict[str, str] = {}
+            for name in arguments:
+                if (other := spellings.setdefault(_plain(str(name)), name)) != name:
+                    problem = f"is another spelling of {other!r}, which the recipe has as well. Use one of them."
+                    raise self._recipe.error((*key, name), problem)
             return [self._named(name, argument, (*key, name), section, given) for name, argument in arguments.items()]
         raise self._recipe.error(key, f"has no name. Give `name: ...`. {nearest('', short_names(section))}")
 
@@ -262,7 +270,7 @@ class Components:
             and isinstance(fitting, bool | int | float)
             and type(fitting) is not type(value)
         ):
-            raise self._recipe.error(key, f"{value!r} does not fit: it must be a {type(fitting).__name__}.")
+            raise self._recipe.error(key, f"{value!r} does not fit: it must be of type {type(fitting).__name__}.")
         return fitting
 
 
@@ -299,6 +307,13 @@ def build(plan: Any, given: Mapping[str, Any] | None = None) -> Any:
     if isinstance(plan, list):
         return [build(member, given) for member in cast("list[Any]", plan)]
     return plan
+
+
+def takes(plan: Any, name: str) -> bool:
+    """Return whether a component of a plan gets an argument from the caller: it has it, and the recipe does not."""
+    if isinstance(plan, list):
+        return any(takes(member, name) for member in cast("list[Any]", plan))
+    return isinstance(plan, Component) and name in signature(plan.target) and name not in plan.arguments
 
 
 def has_component(plan: Any) -> bool:

@@ -1,6 +1,7 @@
 """From a recipe to a Trainer."""
 
 import typing
+import warnings
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -8,8 +9,8 @@ from typing import Any, cast
 
 import torch
 
-from composer.recipe._components import SECTIONS, TARGET, Component, Components, Section, build, signature
-from composer.recipe._read import RENAMED, Key, Recipe, dump, nearest, read
+from composer.recipe._components import SECTIONS, TARGET, Component, Components, Section, build, signature, takes
+from composer.recipe._read import OVERRIDE, RENAMED, Key, Recipe, dump, nearest, read
 from composer.trainer import Trainer
 from composer_dist import dist, reproducibility
 from composer_dist.initialize import DEFAULT_TIMEOUT_S
@@ -58,8 +59,9 @@ class Plan:
             elif name not in recipe.variables:
                 hint = nearest(name, [*parameters, *OWN])
                 raise recipe.error(key, f"is no argument of the Trainer, and nothing refers to it. {hint}")
-        if "model" not in self._plans:
-            raise recipe.error((), "a recipe needs a model.")
+        if self._plans.get("model") is None:
+            raise recipe.error(("model",), "a recipe needs a model.")
+        self._check_sizes()
 
     @property
     def text(self) -> str:
@@ -145,6 +147,25 @@ class Plan:
         if self._own.get("tokenizer") is not None:
             self._own["tokenizer"] = self._tokenizer(self._own["tokenizer"])
 
+    def _check_sizes(self) -> None:
+        """Raise if a size on the command line has no effect, and warn if one in a file has none."""
+        train, evaluation = [self._plans.get("train_dataloader")], [plan for _, plan in self._evaluators]
+        for name, argument, plans in (
+            (_BATCH, "batch_size", train),
+            (_EVAL_BATCH, "batch_size", evaluation),
+            (_LENGTH, _LENGTH, [*train, *evaluation]),
+        ):
+            if self._own.get(name) is None or name in self._recipe.variables or takes(plans, argument):
+                continue
+            error = self._recipe.error(
+                (name,),
+                f"has no effect: no dataloader takes its {argument!r} from it, as one does that has this argument and "
+                "no value for it. Change the value of the dataloader, or leave this one out.",
+            )
+            if self._recipe.place((name,)) == OVERRIDE:
+                raise error
+            warnings.warn(str(error), stacklevel=3)
+
     def _tokenizer(self, value: Any) -> Component:
         """Return a plan for the tokenizer: `{name: PATH_OR_NAME, kwargs: {...}}`, or a component."""
         key: Key = ("tokenizer",)
@@ -196,7 +217,7 @@ def load_recipe(
     Raises:
         RecipeError: If the recipe is not valid. The message begins with file and line.
     """
-    recipe = read(path, overrides)
+    recipe = read(path, overrides, signature(Trainer).keys())
     return Plan(recipe, Components(recipe, allow, trust_remote_code=trust_remote_code))
 
 

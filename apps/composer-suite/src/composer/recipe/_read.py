@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +18,8 @@ _MOST_VALUES = 100_000  # after the expansion of aliases
 _DEEPEST = 50
 _INCLUDE = "include"
 _CORE = "tag:yaml.org,2002:"
-_OVERRIDE = "the command line"
+OVERRIDE = "the command line"
+"""The place of values that were given on the command line."""
 
 # Names in other configuration files of language models, with ours.
 RENAMED = {
@@ -67,13 +68,14 @@ class Recipe:
         return RecipeError(f"{self.place(key)}: {spell(key)}{': ' if key else ''}{problem}".rstrip())
 
 
-def read(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+def read(path: str | Path, overrides: Sequence[str] = (), names: Collection[str] = ()) -> Recipe:
     """Read a recipe file.
 
     Args:
         path: The file.
-        overrides: Changes such as `'optimizers.lr=3e-4'`, whose values are YAML. A name without a dot may also be the
-            end of the only key that ends with it: `'lr=3e-4'`.
+        overrides: Changes such as `'optimizers.lr=3e-4'`, whose values are YAML. A name without a dot that is not among
+            `names` may also be the end of the only key that ends with it: `'lr=3e-4'`.
+        names: Names that every recipe may have at the top level.
 
     Raises:
         RecipeError: If the file is not valid.
@@ -82,7 +84,7 @@ def read(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     values = _read_file(Path(path), places, ())
     found = _REFERENCE.findall(repr(values))
     for override in overrides:
-        _override(values, places, override)
+        _override(values, places, override, names)
     found += _REFERENCE.findall(repr(values))
     for key, value in _leaves(values, ()):
         if isinstance(value, str) and _calls_resolver(value):
@@ -164,9 +166,10 @@ def _read_file(path: Path, places: dict[Key, str], including: tuple[Path, ...]) 
     own = cast("dict[str, Any]", own)
     values: dict[str, Any] = {}
     included: Any = own.pop(_INCLUDE, None) or []
-    for name in [included] if isinstance(included, str) else included:
-        if not isinstance(name, str):
-            raise Recipe(own, own_places).error((_INCLUDE,), f"must be a path or a list of paths; got {included!r}.")
+    paths = cast("list[Any]", included if isinstance(included, list) else [included])
+    if not all(isinstance(name, str) for name in paths):
+        raise Recipe(own, own_places).error((_INCLUDE,), f"must be a path or a list of paths; got {included!r}.")
+    for name in paths:
         _merge(values, _read_file(path.parent / name, places, (*including, path)))
     _merge(values, own)
     places |= own_places
@@ -191,7 +194,7 @@ def _parse(text: str, source: str, places: dict[Key, str], *, first: Key = ()) -
 
 
 def _at(source: str, line: int) -> str:
-    return source if source == _OVERRIDE else f"{source}:{line}"
+    return source if source == OVERRIDE else f"{source}:{line}"
 
 
 class _Reader(SafeConstructor):
@@ -272,37 +275,37 @@ def _merge(values: dict[str, Any], others: Mapping[str, Any]) -> None:
             values[name] = value
 
 
-def _override(values: dict[str, Any], places: dict[Key, str], override: str) -> None:
+def _override(values: dict[str, Any], places: dict[Key, str], override: str, names: Collection[str]) -> None:
     name, separator, text = override.partition("=")
     if not separator or not name:
-        raise RecipeError(f"{_OVERRIDE}: {override!r} must be KEY=VALUE, such as optimizers.lr=3e-4.")
-    key = _key_of(name, values)
+        raise RecipeError(f"{OVERRIDE}: {override!r} must be KEY=VALUE, such as optimizers.lr=3e-4.")
+    key = _key_of(name, values, names)
     parent: Any = values
     for depth, part in enumerate(key):
         if not isinstance(parent, dict | list):
-            raise RecipeError(f"{_OVERRIDE}: {name!r}: {spell(key[:depth])} is a {_kind(parent)}, without members.")
+            raise RecipeError(f"{OVERRIDE}: {name!r}: {spell(key[:depth])} is a {_kind(parent)}, without members.")
         members = cast(Any, parent)
         if isinstance(parent, list) and not (isinstance(part, int) and part < len(members)):
-            raise RecipeError(f"{_OVERRIDE}: {name!r}: {spell(key[:depth])} has no item {part!r}.")
+            raise RecipeError(f"{OVERRIDE}: {name!r}: {spell(key[:depth])} has no item {part!r}.")
         if depth == len(key) - 1:
-            members[part] = _parse(text, _OVERRIDE, places, first=key)
+            members[part] = _parse(text, OVERRIDE, places, first=key)
         elif isinstance(parent, dict) and members.get(part) is None:
-            members[part], places[key[: depth + 1]] = {}, _OVERRIDE
+            members[part], places[key[: depth + 1]] = {}, OVERRIDE
         parent = members[part]
 
 
-def _key_of(name: str, values: dict[str, Any]) -> Key:
+def _key_of(name: str, values: dict[str, Any], names: Collection[str]) -> Key:
     """Return the key that a name on the command line stands for."""
     key: Key = tuple(int(part) if part.isdecimal() else part for part in name.split("."))
     if key[0] in values:
         return key
     meant = RENAMED.get(str(key[0]), key[0])
     key = (next((each for each in values if RENAMED.get(each, each) == meant), key[0]), *key[1:])
-    if len(key) > 1 or key[0] in values:
+    if len(key) > 1 or key[0] in values or meant in names:
         return key
     ends = sorted({path for path, _ in _leaves(values, ()) if path[-1] == key[0]}, key=str)
     if len(ends) > 1:
-        raise RecipeError(f"{_OVERRIDE}: {name!r} may be {' or '.join(map(spell, ends))}. Give one of them.")
+        raise RecipeError(f"{OVERRIDE}: {name!r} may be {' or '.join(map(spell, ends))}. Give one of them.")
     return ends[0] if ends else key
 
 

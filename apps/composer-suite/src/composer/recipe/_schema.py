@@ -46,12 +46,16 @@ def _section(name: str, section: Section) -> dict[str, Any]:
     for short, path in short_names(section).items():
         module, _, attribute = path.rpartition(".")
         arguments = _arguments(getattr(import_module(module), attribute), GIVEN.get(name, ()))
-        named[short] = {"anyOf": [arguments, {"type": "null"}]}
+        # The name of the class, and the spellings of the short name, as `mixup` and `mix_up`.
+        named[f"^({'[_-]?'.join(short.split('_'))}|{attribute})$"] = {"anyOf": [arguments, {"type": "null"}]}
         with_name: Mapping[str, Any] = {**further, **arguments["properties"], "name": {"const": short}}
         single.append({**arguments, "properties": with_name, "required": ["name", *arguments["required"]]})
     path: Any = {"type": "object", "properties": {TARGET: {"type": "string"}}, "required": [TARGET]}
     one: list[Any] = [{"type": "string"}, path]
-    one += [{"type": "object", "properties": named}] if section.is_named else single
+    one += single
+    if section.is_named:
+        by_path = {r"\.": {"type": ["object", "null"]}}
+        one.append({"type": "object", "patternProperties": named | by_path, "additionalProperties": False})
     return {"anyOf": [*one, {"type": "array", "items": {"anyOf": one}}, {"type": "null"}]}
 
 
