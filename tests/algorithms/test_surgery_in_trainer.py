@@ -1,5 +1,6 @@
 """The calls of Composer's documentation that rebuild models, through its import paths and its Trainer."""
 
+import re
 import warnings
 
 import torch
@@ -78,10 +79,8 @@ def test_a_trainer_without_the_algorithms_loads_what_one_with_them_saved():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fresh.state.load_state_dict(saved.state.state_dict(), strict=True)
-    added = [
-        str(one.message).split("algorithm ")[1].split("(")[0] for one in caught if "Automatically" in str(one.message)
-    ]
-    assert added == ["BlurPool", "SqueezeExcite", "WeightStandardization"]
+    (added,) = [str(one.message) for one in caught if "Automatically" in str(one.message)]
+    assert re.search(r"algorithms BlurPool\(.*, SqueezeExcite\(.*, WeightStandardization\(", added)
     x = torch.rand(2, 3, 32, 32)
     assert torch.equal(fresh.state.model.eval()((x, None)), saved.state.model.eval()((x, None)))
     for mine, theirs in zip(
