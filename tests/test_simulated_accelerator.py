@@ -126,12 +126,12 @@ IMAGE_METHODS = [
 ]
 OTHER_METHODS = {
     "ChannelsLast": ("images", algorithms.ChannelsLast),
-    "LayerFreezing": ("images", lambda: algorithms.LayerFreezing(freeze_start=0.0, freeze_level=0.6)),
+    "LayerFreezing": ("images", lambda: algorithms.LayerFreezing(0.0, freeze_level=0.6, interval="1ba")),
     "SWA": ("images", lambda: algorithms.SWA(swa_start="0.2dur", swa_end="0.9dur", update_interval="1ba")),
     "GyroDropout": ("plain", algorithms.GyroDropout),
     "SeqLengthWarmup": ("text", lambda: algorithms.SeqLengthWarmup(max_seq_length=64)),
     "AttentionWindowWarmup": ("text", lambda: algorithms.AttentionWindowWarmup("3ba", 4, 16)),
-    "Alibi": ("text", lambda: algorithms.Alibi(max_sequence_length=64)),
+    "Alibi": ("transformers", lambda: algorithms.Alibi(max_sequence_length=64)),
     "MixUpOrCutMix": ("images", algorithms.MixUpOrCutMix),
     "MuP": ("text", lambda: algorithms.MuP(base_width=16)),
     "FusedCrossEntropy": ("text", algorithms.FusedCrossEntropy),

@@ -2,7 +2,6 @@
 
 import logging
 import math
-import warnings
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any, Literal
@@ -14,7 +13,7 @@ from torch.optim import Optimizer
 from composer_algorithms._arguments import check_choice, check_interval
 from composer_algorithms._method import Method, elapsed_fraction, log_no_effect, parse_time
 from composer_algorithms.metadata import METHODS
-from composer_events import Event, Logger, NoEffectWarning, State, create_interval_scheduler
+from composer_events import Event, Logger, State, create_interval_scheduler
 from composer_time import Time, TimeUnit
 
 __all__ = ["LayerFreezing", "freeze_layers", "METADATA"]
@@ -104,13 +103,11 @@ class LayerFreezing(Method):
         freeze_level: Fraction of the layers frozen at the end, in [0, 1].
         schedule: See `freeze_layers`.
         interval: When to freeze the layers that are due, such as `'1ep'`, `'100ba'` or `'0.1dur'`. `torch.compile`
-            compiles the model again at each freeze.
+            compiles the model again at each freeze. If no interval ends between `freeze_start` and the end of training,
+            the log says so.
 
     Raises:
         ValueError: If a number is outside [0, 1], `schedule` is unknown, or `interval` is not positive.
-
-    Warns:
-        NoEffectWarning: On `FIT_START`, if no interval ends between `freeze_start` and the end of training.
 
     Example:
         >>> LayerFreezing(freeze_start=0.2)
@@ -187,13 +184,12 @@ class LayerFreezing(Method):
             return
         last = max(math.ceil(total / interval) - 1, 0) * interval / total  # the last time before the end
         if last <= (self.freeze_start**3 if self.schedule == "cubic" else self.freeze_start):
-            warnings.warn(
-                f"LayerFreezing has no effect in {state.max_duration}: with interval={str(self._interval)!r}, layers"
-                f" are last frozen at {last:.0%} of training, and freeze_start={self.freeze_start!r}. Choose a shorter "
-                f"interval, such as '0.05dur', or leave LayerFreezing out.",
-                NoEffectWarning,
-                stacklevel=2,
+            why = (
+                f"with interval={str(self._interval)!r}, layers are last frozen at {last:.0%} of the training of "
+                f"{state.max_duration}, and freeze_start={self.freeze_start!r}. Choose a shorter interval, such as "
+                f"'0.05dur', or leave it out"
             )
+            log_no_effect(_log, "LayerFreezing", state.model, why)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of frozen layers and the requested fraction."""

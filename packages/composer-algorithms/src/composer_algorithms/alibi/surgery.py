@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from composer_algorithms._arguments import check_counts, check_interval, warn_deprecated
-from composer_algorithms._method import ModelSurgery, count_or_warn, own_configs
+from composer_algorithms._method import ModelSurgery, log_no_effect, own_configs
 from composer_algorithms.alibi.attention import (
     add_bias,
     attention_name,
@@ -41,7 +41,8 @@ def apply_alibi(
 
     The score of two tokens is lowered by their distance times a slope, which differs between heads. The table of
     position embeddings becomes a frozen table of `max_sequence_length` zeros. Supported are GPT-2, BERT and RoBERTa of
-    transformers and the modules in `policy_registry`. A second call changes only the length.
+    transformers and the modules in `policy_registry`. Other models stay unchanged, with a warning in the log. A second
+    call changes only the length.
 
     Args:
         model: Changed in place; contains a model of transformers, or is one.
@@ -56,9 +57,6 @@ def apply_alibi(
 
     Raises:
         ValueError: If `max_sequence_length` is not above 0.
-
-    Warns:
-        NoEffectWarning: If the model has no supported module.
 
     Example:
         >>> from transformers import GPT2Config, GPT2Model
@@ -86,8 +84,9 @@ def apply_alibi(
     if not replaced:
         known = [f"{one.__module__}.{one.__qualname__}" for one in policy_registry]
         known_text = f"Supported are {', '.join(known)}" if known else "Without transformers no class is supported"
-        advice = f"{known_text}. Register others in policy_registry"
-        return count_or_warn("Alibi", model, "module of a supported class", 0, advice)
+        why = f"it has no module of a supported class. {known_text}; register others in policy_registry"
+        log_no_effect(_log, "ALiBi", model, why)
+        return 0
     _switch_attention(model, max_sequence_length)
     _log.info("ALiBi: %d modules were changed, for up to %d tokens.", len(replaced), max_sequence_length)
     return len(replaced)
@@ -255,9 +254,6 @@ class Alibi(ModelSurgery):
 
     Raises:
         ValueError: If a number is not above 0; on `AFTER_DATALOADER`, if a batch cannot be split in this way.
-
-    Warns:
-        NoEffectWarning: On `INIT`, if the model has no supported module.
 
     Example:
         >>> Alibi(max_sequence_length=1024)
