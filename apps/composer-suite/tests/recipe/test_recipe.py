@@ -405,6 +405,7 @@ def mutate(text, draw):
     return "\n".join(lines)
 
 
+@pytest.mark.filterwarnings("ignore:.*has no effect:UserWarning")
 def test_damaged_recipes_end_with_an_error_or_a_plan_and_import_nothing_else(folder, monkeypatch):
     imported = set()
 
