@@ -12,7 +12,9 @@ from composer import Trainer, algorithms
 from composer.callbacks import HuggingFaceCheckpointer
 from composer.core import Algorithm, Event
 from composer.models import HuggingFaceModel, write_huggingface_pretrained_from_composer_checkpoint
+from composer.utils import dist
 from composer_checkpoint import UnfittingWeightsError
+from composer_dist.testing import run_ranks
 
 IDS = torch.arange(16)[None] % 31
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
@@ -114,3 +116,30 @@ def test_the_configuration_of_the_caller_stays_as_it_was():
         algorithms.SquaredReLU().function(model)
         algorithms.LogitSoftcap().function(model)
     assert {family: config.to_dict() for family, config in CONFIGS.items()} == before
+
+
+class Unready(HuggingFaceCheckpointer):
+    def transform_metadata(self, metadata):
+        raise LookupError("no template")
+
+
+def begin_on_two_ranks(folder):
+    """Return what the first event raises on this rank."""
+    model, samples = make_model("gpt2"), [{"input_ids": IDS[0], "labels": IDS[0]}] * 2
+    with Trainer(
+        model,
+        train_dataloader=torch.utils.data.DataLoader(samples, batch_size=1, sampler=dist.get_sampler(samples)),
+        optimizers=torch.optim.SGD(model.parameters(), lr=1e-3),
+        max_duration="1ba",
+        callbacks=Unready(folder, "1ba"),
+        progress_bar=False,
+    ) as trainer:
+        try:
+            trainer.fit()
+        except LookupError as error:
+            return str(error)
+
+
+@pytest.mark.slow
+def test_an_error_of_the_first_rank_is_raised_on_all(tmp_path):
+    assert run_ranks(begin_on_two_ranks, str(tmp_path / "hf"), store=tmp_path / "store") == ["no template"] * 2

@@ -43,7 +43,7 @@ _Optimizers = Optimizer | Sequence[Optimizer] | None
 _RESIDUAL = re.compile(r"(^|\.)(c_proj|o_proj|down_proj|output\.dense)$")
 _IN_BLOCK = re.compile(r"(.*?\.\d+)\.(.*)")  # the path of a block, and that of a layer in it
 _FEED_FORWARD = re.compile(r"(^|\.)(mlp|intermediate)\.")
-_CONFIG_NAMES = ("hidden_act", "hidden_activation", "activation_function")  # of GPT-2, Llama and Gemma, reversed
+_CONFIG_NAMES = ("activation_function", "hidden_act", "hidden_activation")  # of GPT-2, Llama and Gemma
 _ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
 _EPS = 1e-6
 

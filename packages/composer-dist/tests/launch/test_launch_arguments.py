@@ -186,14 +186,24 @@ def test_what_starts_nothing_does_not_wait_for_torch(arguments, status, words):
     assert words in run.stdout
 
 
-def test_the_help_lists_the_commands_of_other_distributions_without_importing_them(tmp_path, monkeypatch, capsys):
-    (tmp_path / "fruits.py").write_text('"""The command `composer plum`: count the plums."""\nraise SystemExit\n')
-    metadata = tmp_path / "fruits-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Name: fruits\nVersion: 1.0\n")
+@pytest.fixture
+def install_fruits(tmp_path, monkeypatch):
+    """Return a function that installs a distribution with the command `plum` and other entry points."""
+
+    def install(code, entry_points):
+        (tmp_path / "fruits.py").write_text(code)
+        metadata = tmp_path / "fruits-1.0.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text("Name: fruits\nVersion: 1.0\n")
+        (metadata / "entry_points.txt").write_text(f"[composer.commands]\nplum = fruits:main\n{entry_points}")
+        monkeypatch.syspath_prepend(str(tmp_path))
+
+    return install
+
+
+def test_the_help_lists_the_commands_of_other_distributions_without_importing_them(install_fruits, capsys):
     scripts = "[console_scripts]\ncomposer-pear = orchard:main\npear = fruits:main\n"
-    (metadata / "entry_points.txt").write_text(f"[composer.commands]\nplum = fruits:main\n{scripts}")
-    monkeypatch.syspath_prepend(str(tmp_path))
+    install_fruits('"""The command `composer plum`: count the plums."""\nraise SystemExit\n', scripts)
     with pytest.raises(SystemExit) as ended:
         main(["--help"])
     lines = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()]
@@ -203,14 +213,9 @@ def test_the_help_lists_the_commands_of_other_distributions_without_importing_th
     assert not any(line[:1] == ["pear"] for line in lines)
 
 
-def test_a_folder_that_is_not_a_script_does_not_hide_a_command(tmp_path, monkeypatch, capsys):
-    (tmp_path / "fruits.py").write_text("def main(arguments):\n    return 40 + len(arguments)\n")
-    metadata = tmp_path / "fruits-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Name: fruits\nVersion: 1.0\n")
-    points = "[composer.commands]\nplum = fruits:main\n[composer.scripts]\nripen = fruits_ripen\n"
-    (metadata / "entry_points.txt").write_text(points)
-    monkeypatch.syspath_prepend(str(tmp_path))
+def test_a_folder_that_is_not_a_script_does_not_hide_a_command(install_fruits, tmp_path, monkeypatch, capsys):
+    code = "def main(arguments):\n    return 40 + len(arguments)\n"
+    install_fruits(code, "[composer.scripts]\nripen = fruits_ripen\n")
     monkeypatch.chdir(tmp_path)
     for name in ("plum", "ripen"):
         Path(name).mkdir()

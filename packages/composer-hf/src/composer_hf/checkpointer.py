@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from composer_checkpoint import CheckpointConflictError, PartialFilePath, RemoteUploader, UnfittingWeightsError
+from composer_checkpoint import CheckpointConflictError, PartialFilePath, RemoteUploader
 from composer_checkpoint.names import OF_FOLDER, OF_SAVE
 from composer_checkpoint.stores.base import is_uri, parse_uri
 from composer_checkpoint.tensors import as_stored
@@ -163,15 +163,15 @@ class HuggingFaceCheckpointer(Callback):
         """Check that a folder can describe the model, which algorithms have changed by now.
 
         Raises:
-            UnfittingWeightsError: On all ranks, if it has other weights than its configuration says.
+            CheckpointError: On all ranks, if it has other weights than its configuration says.
         """
         failure: list[BaseException | None] = [None]
         model = _model_of(state)
         if dist.get_global_rank() == 0 and not model.using_peft:
-            metadata = self.transform_metadata(HuggingFaceMetadata.from_saved(model.get_metadata()))
             try:
+                metadata = self.transform_metadata(HuggingFaceMetadata.from_saved(model.get_metadata()))
                 plan_weights(model.state_dict(), metadata, trust_remote_code=True)
-            except UnfittingWeightsError as error:
+            except Exception as error:  # of any kind, or the other ranks would wait
                 failure = [error]
         dist.broadcast_object_list(failure, src=0)
         if failure[0] is not None:

@@ -31,23 +31,20 @@ def resolve_shift(model: Any, shift_labels: bool | None) -> bool:
 
 @dataclass(frozen=True)
 class Surgery:
-    """A change of a model that shows in no weight: in its configuration, in its modules, and as a call.
+    """A change of a model that shows in no weight.
 
     Attributes:
-        method: The algorithm.
+        method: The algorithm, with its arguments.
+        attribute: An attribute of the modules that it changes.
         call: How to apply it to a loaded model; `None` if that would change the weights as well.
     """
 
     method: str
+    attribute: str
     call: str | None
-    _attribute: str
-
-    def is_in(self, model: Any) -> bool:
-        """Return whether a model has the change."""
-        return any(hasattr(module, self._attribute) for module in model.modules())
 
 
-# By the name in the configuration: the algorithm, an attribute of the modules that it changes, and its function.
+# The algorithm, its attribute and its function, by the name of its arguments in a configuration.
 _SURGERY: Final = {
     "composer_alibi": ("Alibi", "alibi_slopes", "apply_alibi"),
     "composer_logit_softcap": ("LogitSoftcap", "logit_softcap", "apply_logit_softcap"),
@@ -65,14 +62,15 @@ def recorded_surgery(config: Mapping[str, Any]) -> list[Surgery]:
         values = cast("Mapping[str, Any]", values if isinstance(values, Mapping) else {})
         arguments = ", ".join(f"{key}={value!r}" for key, value in values.items())
         call = function and f"{function}({', '.join(filter(None, ('model', arguments)))})"
-        found.append(Surgery(f"{method}({arguments})", call, attribute))
+        found.append(Surgery(f"{method}({arguments})", attribute, call))
     return found
 
 
 def warn_of_lost_surgery(model: Any) -> None:
     """Log a warning for each change that the configuration of a model records and its modules lack."""
-    for surgery in recorded_surgery(vars(getattr(model, "config", None) or object)):
-        if not surgery.is_in(model):
+    config = getattr(model, "config", None)
+    for surgery in recorded_surgery({} if config is None else vars(config)):
+        if not any(hasattr(module, surgery.attribute) for module in model.modules()):
             log.warning(
                 "The weights of this %s were trained with %s, and from_pretrained made it without, so it computes "
                 "something else. %s.",

@@ -226,12 +226,17 @@ def _checked(
     if told:
         import transformers
 
+        changed = (
+            " Algorithms that add or replace layers, such as QKNorm and ValueResidual (qk_scale, value_mix), make a "
+            "model that a Hugging Face folder cannot describe: leave them out, or save Composer checkpoints only."
+            if surplus
+            else ""
+        )
+
         raise UnfittingWeightsError(
             f"the weights do not fit the {type(model).__name__} that the checkpoint describes. Weights {told}. It was "
             f"saved with transformers {metadata.transformers_version}, and this is {transformers.__version__}: use "
-            f"that release if the names are of another one, or give the configuration that fits. Algorithms that add "
-            f"or replace layers, such as QKNorm and ValueResidual (qk_scale, value_mix), make a model that a Hugging "
-            f"Face folder cannot describe."
+            f"that release if the names are of another one, or give the configuration that fits.{changed}"
         )
     return {name: source for name, source in named.items() if name in expected}
 

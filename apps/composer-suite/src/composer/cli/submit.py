@@ -371,7 +371,7 @@ def _parser() -> argparse.ArgumentParser:
         "--gpus-per-node",
         type=int,
         metavar="N",
-        help="GPUs of each node, 0 for a job on CPUs (default: NPROC; one of both is required)",
+        help="GPUs of each node, 0 for a job on CPUs (default: NPROC; one of the two is required)",
     )
     add("--gpu-type", metavar="NAME", help="such as H100, for slurm and skypilot")
     add(

@@ -159,8 +159,8 @@ class Plan:
                 continue
             error = self._recipe.error(
                 (name,),
-                f"has no effect: no dataloader takes its {argument!r} from it, as one does that has this argument and "
-                "no value for it. Change the value of the dataloader, or leave this one out.",
+                f"has no effect: it is the default of the argument {argument!r} of dataloaders, and each dataloader "
+                "here sets that argument or does not have it. Change the dataloader's own value, or remove this one.",
             )
             if self._recipe.place((name,)) == OVERRIDE:
                 raise error
