@@ -14,6 +14,8 @@ from composer.report.cli import main
 from composer_dist.attempts import read_attempts
 
 SCRIPT = Path(__file__).with_name("slow_script.py")
+# A window has at least 5 batches, and may begin after the part of its first batch and end before that of its last.
+LEAST_S = 0.04 * (1 - 1 / 5)  # of the 40 ms per batch that slow_script.py sleeps
 
 
 def launch(tmp_path, fault, num_batches, *options):
@@ -37,7 +39,7 @@ def test_a_slow_rank_is_named_once_with_its_cause(tmp_path, fault, cause, part):
     (straggler,) = attempt["stragglers"]
     assert (straggler["rank"], straggler["cause"]) == (1, part)
     assert straggler["factor"] >= 2
-    assert straggler["seconds"] >= 0.04  # what it sleeps for
+    assert straggler["seconds"] >= LEAST_S
     row = attempt["ranks"][part]
     assert row["min"] <= row["median"] <= row["max"]
     assert row["slowest_rank"] == 1
@@ -50,7 +52,7 @@ def test_ranks_that_are_equally_slow_are_not_named(tmp_path):
     assert launch(tmp_path, "nothing", 350) == []
     (attempt,) = read_attempts(tmp_path / "runs" / "slow")
     assert attempt["stragglers"] == []
-    assert attempt["ranks"]["callbacks"]["min"] >= 0.04
+    assert attempt["ranks"]["callbacks"]["min"] >= LEAST_S
 
 
 @pytest.mark.slow
