@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -30,25 +30,29 @@ _log = logging.getLogger("composer.algorithms.fused_cross_entropy")
 _NO_LOGITS = "It needs logits, which FusedCrossEntropy does not compute in training."
 
 
-def apply_fused_cross_entropy(model: nn.Module, label_smoothing: float = 0.0) -> int:
+def apply_fused_cross_entropy(
+    model: nn.Module, label_smoothing: float = 0.0, kernel: Literal["torch", "liger"] = "torch"
+) -> int:
     """Compute the loss of a language model in training without the logits of all tokens in memory.
 
     The output layer computes the loss from hidden states and labels, with `composer_models.linear_cross_entropy`. The
     outputs of the model have `TokenLosses` in place of logits. Without labels, and in evaluation, they have logits.
 
     Supported are `ComposerGPT` and causal and masked language models of transformers. A second call only changes
-    `label_smoothing`.
+    the other arguments.
 
     Args:
         model: Changed in place.
         label_smoothing: As in `torch.nn.functional.cross_entropy`, in [0, 1].
+        kernel: `'torch'`, or on GPUs `'liger'`; see `composer_models.linear_cross_entropy`.
 
     Returns:
         The number of output layers.
 
     Raises:
-        ValueError: If `label_smoothing` is out of range, the output layer is not `nn.Linear`, or the model adds other
-            terms to its loss.
+        MissingConditionalImportError: If `kernel` is `'liger'` and liger-kernel is not installed.
+        ValueError: If `label_smoothing` is out of range or cannot be combined with `kernel`, the output layer is not
+            `nn.Linear`, or the model adds other terms to its loss.
 
     Warns:
         NoEffectWarning: If the model is of another kind.
@@ -66,16 +70,17 @@ def apply_fused_cross_entropy(model: nn.Module, label_smoothing: float = 0.0) ->
         Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024, arXiv:2411.09009.
     """
     from composer_models.gpt import GPT  # loads the metrics
-    from composer_models.token_losses import linear_cross_entropy
+    from composer_models.token_losses import check_kernel, linear_cross_entropy
 
     check_interval("[0, 1]", label_smoothing=label_smoothing)
+    check_kernel(kernel, label_smoothing)
     count = 0
     for module in unwrap_model(model).modules():
         if isinstance(module, GPT):
-            module.token_losses = partial(linear_cross_entropy, label_smoothing=label_smoothing)
+            module.token_losses = partial(linear_cross_entropy, label_smoothing=label_smoothing, kernel=kernel)
             count += 1
         elif (shifts := _shifts_labels(module)) is not None:
-            head = _fuse_head(module, label_smoothing)
+            head = _fuse_head(module, label_smoothing, kernel)
             if not hasattr(module, "_has_fused_loss"):
                 module.register_forward_pre_hook(partial(_take_labels, head, shifts), with_kwargs=True)
                 module.register_forward_hook(partial(_add_loss, head))
@@ -94,14 +99,17 @@ class FusedCrossEntropy(Method):
 
     Args:
         label_smoothing: As in `torch.nn.functional.cross_entropy`, in [0, 1]. `LabelSmoothing` needs logits.
+        kernel: `'torch'`, or on GPUs `'liger'` for the Triton kernel of liger-kernel, which the extra `liger` provides.
 
     Raises:
-        ValueError: If `label_smoothing` is out of range; on INIT, if `LabelSmoothing` or `MultiTokenPrediction` is
-            there too, and see `apply_fused_cross_entropy`; on FIT_START, if a metric of training needs logits.
+        MissingConditionalImportError: If `kernel` is `'liger'` and liger-kernel is not installed.
+        ValueError: If `label_smoothing` is out of range or cannot be combined with `kernel`; on INIT, if `LabelSmoothing` or `MultiTokenPrediction` is
+            there too, and see `apply_fused_cross_entropy`; on FIT_START, if a metric of training needs logits, or `kernel`
+            does not run on the device.
 
     Example:
         >>> FusedCrossEntropy()
-        FusedCrossEntropy(label_smoothing=0.0)
+        FusedCrossEntropy(label_smoothing=0.0, kernel='torch')
 
     Reference:
         See `apply_fused_cross_entropy`.
@@ -117,17 +125,24 @@ class FusedCrossEntropy(Method):
     )
 
     label_smoothing: float = 0.0
+    kernel: Literal["torch", "liger"] = "torch"
 
     def __post_init__(self) -> None:
+        from composer_models.token_losses import check_kernel  # loads torch.distributed.tensor
+
         check_interval("[0, 1]", label_smoothing=self.label_smoothing)
+        check_kernel(self.kernel, self.label_smoothing)
 
     def apply(self, event: Event, state: State, logger: Logger | None) -> None:
-        """Change the model and log the number of output layers, or validate the metrics of training."""
+        """Change the model and log the number of output layers, or validate the device and the metrics of training."""
+        from composer_models.token_losses import check_kernel  # loads torch.distributed.tensor
+
         refuse_conflicts(self, state)  # on FIT_START as well, since a checkpoint may bring algorithms
         if event == Event.INIT:
-            count = apply_fused_cross_entropy(state.model, self.label_smoothing)
+            count = apply_fused_cross_entropy(state.model, self.label_smoothing, self.kernel)
             report(_log, logger, {"fused_cross_entropy/num_output_layers": count})
             return
+        check_kernel(self.kernel, self.label_smoothing, next(state.model.parameters()).device)
         metrics: Mapping[str, Any] = state.train_metrics or {}
         if unfit := [name for name, metric in metrics.items() if not getattr(metric, "accepts_token_losses", False)]:
             raise ValueError(
@@ -141,6 +156,7 @@ class _FusedLinear(nn.Linear):
     """Output layer that returns the statistics of losses while there are targets."""
 
     label_smoothing = 0.0
+    kernel: Literal["torch", "liger"] = "torch"
     own_cap: float | None = None  # cap of the logits that the model applies after this layer
     logit_softcap: float | None = None
     targets: Tensor | None = None
@@ -158,7 +174,7 @@ class _FusedLinear(nn.Linear):
                 f"again, which FusedCrossEntropy does not support. Leave LogitSoftcap out."
             )
         cap = self.own_cap or self.logit_softcap
-        self.statistics = token_statistics(input, self.weight, self.targets, self.bias, softcap=cap)
+        self.statistics = token_statistics(input, self.weight, self.targets, self.bias, softcap=cap, kernel=self.kernel)
         if isinstance(self.weight, DTensor):  # hooks of tensor parallelism expect one
             return DTensor.from_local(self.statistics, self.weight.device_mesh)
         return self.statistics
@@ -194,7 +210,7 @@ def _shifts_labels(module: nn.Module) -> bool | None:
     return "loss_function" in inspect.unwrap(type(module).forward).__code__.co_names
 
 
-def _fuse_head(model: Any, label_smoothing: float) -> _FusedLinear:
+def _fuse_head(model: Any, label_smoothing: float, kernel: str) -> _FusedLinear:
     config = model.config
     head = model.get_output_embeddings()
     name = type(model).__qualname__
@@ -212,7 +228,8 @@ def _fuse_head(model: Any, label_smoothing: float) -> _FusedLinear:
     # In place, since hooks, sharding and tied weights refer to the layer.
     head.__class__ = _FusedLinear
     fused: Any = head
-    fused.label_smoothing, fused.own_cap = label_smoothing, getattr(config, "final_logit_softcapping", None)
+    fused.label_smoothing, fused.kernel = label_smoothing, kernel
+    fused.own_cap = getattr(config, "final_logit_softcapping", None)
     return fused
 
 

@@ -1,13 +1,17 @@
 """Cross entropy of a linear output layer, computed without the logits of all tokens in memory."""
 
 import math
+import os
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from importlib.metadata import version
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from composer_models.optional import MissingConditionalImportError
 
 __all__ = ["TokenLosses", "linear_cross_entropy"]
 
@@ -15,6 +19,8 @@ __all__ = ["TokenLosses", "linear_cross_entropy"]
 _CHUNK_ELEMENTS = 2**24
 _MIN_CHUNK_TOKENS = 512
 _MIN_CHUNKS = 8
+
+Kernel: TypeAlias = Literal["torch", "liger"]
 
 
 class TokenLosses(NamedTuple):
@@ -47,6 +53,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,
+    kernel: Kernel = "torch",
 ) -> TokenLosses:
     """Compute the mean cross entropy of `linear(hidden, weight, bias)`, with the logits of a few tokens at a time.
 
@@ -66,14 +73,17 @@ def linear_cross_entropy(
         label_smoothing: As in `cross_entropy`, in [0, 1].
         z_loss: Factor of the mean of `log_z^2`, which is added to the loss.
         softcap: Bound of the logits, above 0: `softcap * tanh(logits / softcap)`.
+        kernel: `'torch'` computes the chunks with PyTorch on any device, `'liger'` with the Triton kernel of
+            liger-kernel, on GPUs, in float32, and without `label_smoothing`.
 
     Returns:
         The loss and values of each token. The loss is NaN if no token counts, or if a target is not a class of a
         sharded `weight`.
 
     Raises:
-        ValueError: If the shapes do not fit, `label_smoothing` or `softcap` is out of range, or a rank would have no
-            classes of a sharded `weight`.
+        MissingConditionalImportError: If `kernel` is `'liger'` and liger-kernel is not installed.
+        ValueError: If the shapes do not fit, `label_smoothing` or `softcap` is out of range, a rank would have no
+            classes of a sharded `weight`, or `kernel` is unknown or cannot be used here.
 
     Example:
         >>> hidden, weight = torch.zeros(2, 3, 8), torch.randn(4, 8)
@@ -81,8 +91,10 @@ def linear_cross_entropy(
         tensor(1.3863)
 
     Reference:
-        Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024, arXiv:2411.09009.
+        Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024, arXiv:2411.09009. Hsu et al.,
+        "Liger Kernel: Efficient Triton Kernels for LLM Training", 2024, arXiv:2410.10989.
     """
+    check_kernel(kernel, label_smoothing, hidden.device)
     if target.shape != hidden.shape[:-1]:
         raise ValueError(
             f"the targets have shape {tuple(target.shape)} and must have {tuple(hidden.shape[:-1])}, that of the "
@@ -92,8 +104,40 @@ def linear_cross_entropy(
         raise ValueError(f"label_smoothing={label_smoothing!r} must be in [0, 1].")
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"softcap={softcap!r} must be above 0 and finite. Pass None for logits without a bound.")
-    statistics = token_statistics(hidden, weight, target, bias, ignore_index, softcap)
+    statistics = token_statistics(hidden, weight, target, bias, ignore_index, softcap, kernel)
     return reduce_statistics(statistics, target, token_weights, ignore_index, label_smoothing, z_loss)
+
+
+def check_kernel(kernel: str, label_smoothing: float = 0.0, device: torch.device | None = None) -> None:
+    """Validate the argument `kernel` of `linear_cross_entropy` without a device, or for a device."""
+    if kernel not in get_args(Kernel):
+        raise ValueError(f"kernel={kernel!r} must be one of {', '.join(map(repr, get_args(Kernel)))}.")
+    if kernel == "torch":
+        return
+    if label_smoothing:
+        raise ValueError(
+            f"kernel='liger' cannot be combined with label_smoothing={label_smoothing!r}: it does not compute the mean "
+            f"of the logits. Use kernel='torch'."
+        )
+    # Of a device that Triton supports, or of no device, where it is interpreted for tests.
+    if device is not None and device.type in ("cpu", "mps") and "TRITON_INTERPRET" not in os.environ:
+        raise ValueError(
+            f"kernel='liger' runs on GPUs, and the model is on the device {device.type!r}. Use kernel='torch'."
+        )
+    _liger()
+
+
+def _liger() -> Any:
+    try:
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss  # the extra `liger`
+    except ImportError as error:
+        raise MissingConditionalImportError("liger", "liger-kernel", distribution="composer-models") from error
+    if tuple(map(int, version("liger-kernel").split(".")[:3])) < (0, 8, 2):
+        raise ValueError(
+            f"kernel='liger' needs liger-kernel 0.8.2 or later, whose gradients are right where tokens have weights; "
+            f"got {version('liger-kernel')}. Run `pip install 'composer-models[liger]'`."
+        )
+    return LigerFusedLinearCrossEntropyLoss
 
 
 def token_statistics(
@@ -103,20 +147,21 @@ def token_statistics(
     bias: Tensor | None = None,
     ignore_index: int = -100,
     softcap: float | None = None,
+    kernel: Kernel = "torch",
 ) -> Tensor:
     """Compute the statistics of each token's logits that losses need, in one tensor of shape `(..., 5)`.
 
     Returns:
-        `log_z`, the target's logit, the mean of the logits, their maximum, and whether the target has it. The first
-        three have gradients.
+        `log_z`, the target's logit, the mean of the logits (NaN with `kernel='liger'`), their maximum, and whether the
+        target has it. The first three have gradients.
     """
     # Not F.linear_cross_entropy of torch 2.13 and later: it has no smoothing, cap or z-loss in chunks, no values of
     # each token for metrics, and torch.compile breaks the graph at it.
     index = target.masked_fill(target == ignore_index, 0).flatten()
     if isinstance(weight, DTensor):
-        statistics = _sharded_statistics(hidden, weight, index, bias, softcap)
+        statistics = _sharded_statistics(hidden, weight, index, bias, softcap, kernel)
     else:
-        statistics = _statistics_of(hidden, weight, index, bias, softcap)
+        statistics = _statistics_of(hidden, weight, index, bias, softcap, kernel)
     return statistics.unflatten(0, target.shape)
 
 
@@ -145,16 +190,43 @@ def reduce_statistics(
     return TokenLosses(loss, torch.where(counts, cross_entropy, 0.0).detach(), (is_correct > 0) & counts, log_z)
 
 
-def _statistics_of(hidden: Tensor, weight: Tensor, index: Tensor, bias: Tensor | None, softcap: float | None) -> Tensor:
+def _statistics_of(
+    hidden: Tensor, weight: Tensor, index: Tensor, bias: Tensor | None, softcap: float | None, kernel: Kernel
+) -> Tensor:
     hidden = hidden.flatten(0, -2)
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    if kernel == "liger":
+        with torch.autocast(hidden.device.type, enabled=False):
+            return _liger_statistics(hidden, weight, bias, index, softcap)
     return _token_statistics(hidden, weight, bias, index, softcap or 0.0)
 
 
+@torch.compiler.disable  # the function waits for the device, which breaks the graph in any case
+def _liger_statistics(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, softcap: float | None
+) -> Tensor:
+    """Compute the statistics from the cross entropy of each token and single logits, all with gradients."""
+
+    def logits_of(classes: Tensor) -> Tensor:
+        logits = (hidden * F.embedding(classes, weight)).sum(dim=-1, dtype=dtype)
+        logits = logits if bias is None else logits + bias[classes]
+        return softcap * torch.tanh(logits / softcap) if softcap else logits
+
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    target_logit = logits_of(index)  # first, since it finds targets that are not a class, which the kernel does not
+    compute = _liger()(reduction="none", softcap=softcap, accum_dtype=torch.float32, return_predicted_tokens=True)
+    output = compute(weight, hidden, index, bias)
+    with torch.no_grad():
+        maximum = logits_of(output.predicted_tokens)
+    log_z = output.loss + target_logit
+    is_correct = output.predicted_tokens == index
+    return torch.stack([log_z, target_logit, torch.full_like(log_z, torch.nan), maximum, is_correct.to(dtype)], dim=-1)
+
+
 def _sharded_statistics(
-    hidden: Tensor, weight: DTensor, index: Tensor, bias: Tensor | None, softcap: float | None
+    hidden: Tensor, weight: DTensor, index: Tensor, bias: Tensor | None, softcap: float | None, kernel: Kernel
 ) -> Tensor:
     """Combine the statistics of each rank's classes."""
     mesh = weight.device_mesh
@@ -177,7 +249,7 @@ def _sharded_statistics(
     local_bias = bias.to_local() if isinstance(bias, DTensor) else bias
     here = index - size * mesh.get_local_rank()
     is_here = (here >= 0) & (here < local_weight.shape[0])
-    own = _statistics_of(hidden, local_weight, here.where(is_here, 0), local_bias, softcap)
+    own = _statistics_of(hidden, local_weight, here.where(is_here, 0), local_bias, softcap, kernel)
     log_z, target_logit, mean_logit, maximum, is_correct = own.unbind(-1)
     rows = [log_z, target_logit * is_here, mean_logit * local_weight.shape[0], maximum, is_correct * is_here]
     # No shard has a target that is not a class. NaN shows this without waiting for the device.
