@@ -17,6 +17,7 @@ from composer.models import ComposerGPT
 pytest.importorskip("liger_kernel", reason="the extra liger is not installed")
 
 
+@pytest.mark.slow
 def test_the_kernel_computes_what_pytorch_does():
     """Triton reads the variable when it is imported, which this process may have done."""
     file = Path(__file__).with_name("liger_kernel_interpreted.py")
