@@ -30,7 +30,7 @@ def test_the_kernel_computes_what_pytorch_does():
 def test_smoothing_is_refused_when_the_algorithm_is_made():
     model = ComposerGPT({"d_model": 8, "n_heads": 2, "n_layers": 1, "vocab_size": 32, "max_seq_len": 8})
     for make in (FusedCrossEntropy, lambda **settings: apply_fused_cross_entropy(model, **settings)):
-        with pytest.raises(ValueError, match="kernel='liger' cannot be combined with label_smoothing=0.1"):
+        with pytest.raises(ValueError, match="kernel='liger' cannot be combined with label_smoothing"):
             make(kernel="liger", label_smoothing=0.1)
         with pytest.raises(ValueError, match="kernel='Liger' must be one of 'torch', 'liger'"):
             make(kernel="Liger")

@@ -151,7 +151,7 @@ def test_a_kernel_that_cannot_be_used_is_refused(monkeypatch):
     (hidden, weight, bias), target = inputs(torch.float32)
     with pytest.raises(ValueError, match="kernel='cuda' must be one of 'torch', 'liger'"):
         linear_cross_entropy(hidden, weight, target, bias, kernel="cuda")
-    with pytest.raises(ValueError, match="kernel='liger' cannot be combined with label_smoothing=0.1"):
+    with pytest.raises(ValueError, match="kernel='liger' cannot be combined with label_smoothing"):
         linear_cross_entropy(hidden, weight, target, bias, kernel="liger", label_smoothing=0.1)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ValueError, match="kernel='liger' runs on GPUs, and the model is on the device 'cpu'"):

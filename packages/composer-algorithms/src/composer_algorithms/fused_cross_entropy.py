@@ -103,9 +103,9 @@ class FusedCrossEntropy(Method):
 
     Raises:
         MissingConditionalImportError: If `kernel` is `'liger'` and liger-kernel is not installed.
-        ValueError: If `label_smoothing` is out of range or cannot be combined with `kernel`; on INIT, if `LabelSmoothing` or `MultiTokenPrediction` is
-            there too, and see `apply_fused_cross_entropy`; on FIT_START, if a metric of training needs logits, or `kernel`
-            does not run on the device.
+        ValueError: If `label_smoothing` is out of range or cannot be combined with `kernel`; on INIT, if
+            `LabelSmoothing` or `MultiTokenPrediction` is there too, and see `apply_fused_cross_entropy`; on FIT_START,
+            if a metric of training needs logits, or `kernel` does not run on the device.
 
     Example:
         >>> FusedCrossEntropy()

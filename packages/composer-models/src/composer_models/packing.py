@@ -373,8 +373,8 @@ def packed_data_spec(dataloader: Iterable[Any], model: nn.Module, **settings: An
     """Describe a dataloader of packed batches, for a model that keeps the documents apart.
 
     Tokens are counted without padding, and those that enter the loss by themselves, so that
-    `accumulate_train_batch_on_tokens=True` weights each token equally. The model is run once, on three sequences of three
-    tokens: an error is raised if its outputs for one document depend on another one. A model on the meta device, or
+    `accumulate_train_batch_on_tokens=True` weights each token equally. The model is run once, on three short
+    sequences: an error is raised if its outputs for one document depend on another one. A model on the meta device, or
     with flash attention and not on a GPU, cannot be run and is not checked.
 
     Args:
