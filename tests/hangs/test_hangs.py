@@ -61,3 +61,14 @@ def test_the_rank_for_which_another_one_timed_out_is_named(tmp_path, monkeypatch
     assert ended.returncode == 124, ended.stderr
     assert "stuck: rank 1 is waiting in get_stuck" in ended.stderr
     assert "rank 1 (PID" in ended.stderr.partition("failed first")[0].rpartition("composer: error:")[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["sleep", "lock"], ids=["in close", "at the end of Python"])
+def test_a_rank_that_is_stuck_while_callbacks_are_closed_is_named(tmp_path, monkeypatch, fault):
+    monkeypatch.setenv("FAULT_AT", "close")
+    ended = _launch(tmp_path, fault, "--hang-timeout", "3")
+    assert ended.returncode == 124, ended.stderr
+    assert "stuck: rank 1 is waiting in get_stuck" in ended.stderr
+    assert " on close of batch 40." in ended.stderr
+    assert "stuck: rank 0" not in ended.stderr
