@@ -72,3 +72,16 @@ def test_a_rank_that_is_stuck_while_callbacks_are_closed_is_named(tmp_path, monk
     assert "stuck: rank 1 is waiting in get_stuck" in ended.stderr
     assert " on close of batch 40." in ended.stderr
     assert "stuck: rank 0" not in ended.stderr
+
+
+@pytest.mark.slow
+def test_under_torchrun_each_rank_without_progress_prints_its_stack_and_its_last_collective(tmp_path):
+    environ = os.environ | {"COMPOSER_HANG_TIMEOUT": "2", "TORCH_FR_BUFFER_SIZE": "2000", "DIST_TIMEOUT": "10"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    command += [str(SCRIPT), "sleep", "1", "5", str(tmp_path)]
+    ended = subprocess.run(command, env=environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200)
+    assert ended.returncode != 0
+    assert "composer: rank 1 has made no progress after the event batch_end (callbacks)" in ended.stderr
+    assert " in get_stuck" in ended.stderr
+    assert "composer: rank 0 has made no progress" in ended.stderr
+    assert re.search("its last collective is gloo:all_reduce number .*, not done", ended.stderr)
