@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from composer_dist.launch.stacks import native
+
 # What the report says of the stuck rank, by fault. A loop and a suspended rank are in `test_hangs_of_nodes.py`.
 CAUSES = {
     "pipe": "stuck: rank 1 is waiting in a save or a load in get_stuck ({script}:",
@@ -85,3 +87,19 @@ def test_under_torchrun_each_rank_without_progress_prints_its_stack_and_its_last
     assert " in get_stuck" in ended.stderr
     assert "composer: rank 0 has made no progress" in ended.stderr
     assert re.search("its last collective is gloo:all_reduce number .*, not done", ended.stderr)
+
+
+def test_native_frames_come_from_py_spy(monkeypatch):
+    folder = Path(sys.executable).parent
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+    code = "print('ready', flush=True); input()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as process:
+        assert process.stdout.readline() == "ready\n"
+        probe = subprocess.run([folder / "py-spy", "dump", "--pid", str(process.pid)], capture_output=True)
+        found = native([process.pid])
+        process.communicate("\n")
+    if probe.returncode:
+        pytest.skip("this system does not let py-spy read other processes")
+    assert "<module> (<string>:1)" in found[process.pid]
+    assert "libc" in found[process.pid]
