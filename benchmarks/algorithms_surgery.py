@@ -22,6 +22,7 @@ import composer_algorithms.functional as cf
 from composer_algorithms.blurpool import BlurConv2d, BlurMaxPool2d
 from composer_algorithms.ghost_batchnorm import GhostBatchNorm2d
 from composer_algorithms.squeeze_excite import SqueezeExcite2d
+from composer_models.gpt import GPT, GPTConfig
 
 Run = Callable[[], object]
 
@@ -143,12 +144,103 @@ def stochastic_depth(device: str) -> list[tuple[str, list[Run]]]:
     return found
 
 
+class HandWritten(nn.Module):
+    """The attention of a GPT with normalized queries and keys, or with values of the first layer."""
+
+    def __init__(self, attention: nn.Module, kept: dict[str, Tensor], is_first: bool, method: str) -> None:
+        super().__init__()
+        self.attention, self.kept, self.is_first, self.method = attention, kept, is_first, method
+        self.scale = nn.Parameter(torch.tensor(8.0))
+        self.mix = nn.Parameter(torch.tensor([0.5, 0.5]))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Compute causal attention."""
+        own = self.attention
+        q, k, v = own.qkv(x).unflatten(-1, (3, own.n_heads, -1)).permute(2, 0, 3, 1, 4)
+        if self.method == "QKNorm":
+            q, k = F.rms_norm(q, q.shape[-1:], eps=1e-6) * self.scale, F.rms_norm(k, k.shape[-1:], eps=1e-6)
+        elif self.is_first:
+            self.kept["values"] = v
+        else:
+            v = self.mix[0] * v + self.mix[1] * self.kept["values"]
+        return own.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class SquaredReLU(nn.Module):
+    """The activation as the paper writes it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute the square."""
+        return F.relu(x) ** 2
+
+
+def language_models(device: str) -> list[tuple[str, list[Run]]]:
+    """Loss and gradients of a GPT of two layers, against one with the method in its own code."""
+    vocabulary, cap, weight = 2048, 30.0, 1e-4
+    config = GPTConfig(d_model=256, n_heads=4, n_layers=2, vocab_size=vocabulary, max_seq_len=128, device=device)
+    ids = torch.randint(vocabulary, (8, 128), device=device)
+    after_next = F.pad(ids[:, 2:], (0, 2), value=-100)
+
+    def cross_entropy(logits: Tensor, targets: Tensor = ids) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    def run(model: nn.Module, loss: Callable[[Tensor], Tensor] = cross_entropy) -> Run:
+        return lambda: loss(model(ids)).backward()
+
+    def with_attention(method: str) -> Run:
+        model, kept = GPT(config), {}
+        for index, block in enumerate(model.blocks):
+            block.attn = HandWritten(block.attn, kept, index == 0, method).to(device)
+        return run(model)
+
+    def changed(change: Callable[[nn.Module], object]) -> nn.Module:
+        model = GPT(config)
+        change(model)
+        return model
+
+    squared = GPT(config)
+    for block in squared.blocks:
+        block.mlp[1] = SquaredReLU()
+
+    def capped(logits: Tensor) -> Tensor:
+        return cross_entropy(torch.tanh(logits / cap) * cap)
+
+    def with_z_loss(logits: Tensor) -> Tensor:
+        return cross_entropy(logits) + weight * cf.z_loss(logits)
+
+    def with_own_z_loss(logits: Tensor) -> Tensor:
+        return cross_entropy(logits) + weight * logits.logsumexp(-1).square().mean()
+
+    predicting = changed(cf.apply_multi_token_prediction)
+    plain, head = GPT(config), nn.Linear(256, 256, device=device)
+    hidden: list[Tensor] = []
+    plain.ln_f.register_forward_hook(lambda module, args, output: hidden.append(output))
+
+    def with_head(logits: Tensor) -> Tensor:
+        states = hidden.pop()
+        states = states + F.silu(head(states))
+        return cross_entropy(logits) + cross_entropy(F.linear(states, plain.output_weight), after_next)
+
+    def with_heads(logits: Tensor) -> Tensor:
+        return cross_entropy(logits) + cf.multi_token_loss(predicting.multi_token_heads.take_logits(), ids)
+
+    return [
+        ("QKNorm, step of a GPT", [run(changed(cf.apply_qk_norm)), with_attention("QKNorm")]),
+        ("ValueResidual, step of a GPT", [run(changed(cf.apply_value_residual)), with_attention("ValueResidual")]),
+        ("SquaredReLU, step of a GPT", [run(changed(cf.apply_squared_relu)), run(squared)]),
+        ("LogitSoftcap, step of a GPT", [run(changed(cf.apply_logit_softcap)), run(GPT(config), capped)]),
+        ("ZLoss, step of a GPT", [run(GPT(config), with_z_loss), run(GPT(config), with_own_z_loss)]),
+        ("MultiTokenPrediction, step of a GPT", [run(predicting, with_heads), run(plain, with_head)]),
+    ]
+
+
 BUDGETS = {
     blurpool: 1.05,
     weight_standardization: 1.1,
     ghost_batchnorm: 1.05,
     squeeze_excite: 1.05,
     stochastic_depth: 1.05,
+    language_models: 1.05,
 }
 
 

@@ -104,7 +104,7 @@ PLAN = (
     Script("language_models", (), 300.0),
     Script("ema"),
     Script("algorithms", ("--rounds", "5"), 180.0),
-    Script("algorithms_surgery", ("--rounds", "11"), 120.0),
+    Script("algorithms_surgery", ("--rounds", "11"), 240.0),
     Script("method_costs", ("--rounds", "1", "--epochs", "2"), 150.0),
     Script("checkpoint", ("--quick",), 90.0),
     Script("checkpoint_async", ("--rounds", "3"), 120.0),

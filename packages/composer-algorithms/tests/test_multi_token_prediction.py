@@ -141,7 +141,7 @@ def test_the_loss_in_training_is_the_sum_and_heads_are_trained_with_their_kind(c
     assert [{parameter.ndim for parameter in group["params"]} for group in optimizer.param_groups] == [{2}, {1}]
     assert len(list(model.parameters())) == sum(len(group["params"]) for group in optimizer.param_groups)
     state.batch, state.outputs = BATCH, model(BATCH)
-    own = cf.multi_token_loss(model.multi_token_heads.kept.of_heads, LABELS)
+    own = cf.multi_token_loss(model.multi_token_heads.kept.value, LABELS)
     state.loss = torch.tensor(2.0)
     algorithm.apply(Event.BEFORE_BACKWARD, state, None)
     torch.testing.assert_close(state.loss, 2 + coefficient * own)

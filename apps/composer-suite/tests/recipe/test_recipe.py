@@ -120,8 +120,9 @@ def train_by_hand():
     return model.state_dict(), logged.data
 
 
-def test_a_recipe_trains_as_the_same_arguments_do(folder):
-    with load().build() as trainer:
+@pytest.mark.parametrize("seed", ["seed: 17\n", ""])
+def test_a_recipe_trains_as_the_same_arguments_do(folder, seed):
+    with load(text=RECIPE.replace("seed: 17\n", seed)).build() as trainer:
         trainer.fit()
     (logged,) = [each for each in trainer.logger.destinations if isinstance(each, InMemoryLogger)]
     weights, data = train_by_hand()
@@ -176,6 +177,14 @@ def test_a_recipe_trains_if_the_folder_of_its_run_cannot_be_written(folder, monk
     with pytest.warns(RuntimeWarning, match="cannot be written, so this run leaves no record"):
         assert main(["recipe.yaml", "--allow", "rows_of_recipes", "max_duration=2ba", "save_folder=saved"]) == 0
     assert list(Path("saved").glob("*ba2*"))
+
+
+@pytest.mark.parametrize("seed", ["", "seed: 5\n", "seed: null\n"])
+def test_the_recipe_in_a_run_folder_has_the_seed_of_the_run(folder, seed):
+    plan = load(text=RECIPE.replace("seed: 17\n", seed))
+    assert yaml.safe_load(plan.text)["seed"] == {"": 17, "seed: 5\n": 5}.get(seed)
+    with plan.build() as trainer:
+        assert (trainer.state.rank_zero_seed in (5, 17)) == (seed != "seed: null\n")
 
 
 def test_included_files_are_merged_in_order_and_the_file_itself_comes_last(folder):

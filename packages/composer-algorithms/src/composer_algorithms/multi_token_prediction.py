@@ -17,7 +17,7 @@ from composer_algorithms._method import ModelSurgery, check_initialized, count_o
 from composer_algorithms._optimizer_surgery import as_optimizers
 from composer_algorithms._tensors import add_term
 from composer_algorithms.metadata import METHODS
-from composer_algorithms.transformer_surgery import add_to_optimizers, output_layers
+from composer_algorithms.transformer_surgery import ForwardTensor, add_to_optimizers, output_layers
 from composer_dist.wrapping import unwrap_model
 from composer_events import Event, Logger, State
 from composer_models.targets import IGNORED
@@ -47,15 +47,6 @@ class _Head(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden + F.silu(self.linear(hidden))
-
-
-class _Logits:
-    """The logits of the heads in the present forward pass, which copies and pickled models do not have."""
-
-    of_heads: Tensor | None = None
-
-    def __getstate__(self) -> None:
-        return None
 
 
 def apply_multi_token_prediction(
@@ -126,7 +117,7 @@ class MultiTokenHeads(nn.ModuleList):
 
     def __init__(self, heads: list[nn.Module]) -> None:
         super().__init__(heads)
-        self.kept = _Logits()
+        self.kept = ForwardTensor()
 
     def take_logits(self) -> Tensor:
         """Return the logits of the last forward pass in training, shape `(heads * batch, tokens, vocabulary)`, once.
@@ -134,7 +125,7 @@ class MultiTokenHeads(nn.ModuleList):
         Raises:
             RuntimeError: If there has been no such pass since the last call.
         """
-        logits, self.kept.of_heads = self.kept.of_heads, None
+        logits, self.kept.value = self.kept.value, None
         if logits is None:
             raise RuntimeError(
                 "multi_token_heads have no logits: the model has not called its output layer in training mode since "
@@ -264,11 +255,11 @@ def _append_inputs(heads: nn.ModuleList, module: nn.Module, arguments: tuple[Ten
 
 
 def _split(
-    kept: _Logits, num_heads: int, cap: float | None, module: nn.Module, arguments: Any, output: Tensor
+    kept: ForwardTensor, num_heads: int, cap: float | None, module: nn.Module, arguments: Any, output: Tensor
 ) -> Tensor:
     if not module.training:
         return output
     size = output.shape[0] // (num_heads + 1)
     of_heads = output[size:]
-    kept.of_heads = of_heads if cap is None else torch.tanh(of_heads / cap) * cap
+    kept.value = of_heads if cap is None else torch.tanh(of_heads / cap) * cap
     return output[:size]

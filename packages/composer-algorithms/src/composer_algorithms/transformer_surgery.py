@@ -249,7 +249,7 @@ def apply_value_residual(model: nn.Module, optimizers: _Optimizers = None) -> in
         found = {}
     values = list(found)
     if len(values) > 1 and not hasattr(values[1], "value_mix"):
-        first = _FirstValues()
+        first = ForwardTensor()
         for layer, num_parts in found.items():
             if layer is not values[0]:
                 layer.value_mix = nn.Parameter(layer.weight.new_full((2,), 0.5))
@@ -467,21 +467,21 @@ def _normalize_keys(head_size: int, module: Any, arguments: Any, output: Tensor)
     return F.rms_norm(heads, (head_size,), eps=_EPS).flatten(-2).to(output.dtype)
 
 
-class _FirstValues:
-    """The values of the first layer in the present forward pass, which copies and pickled models do not have."""
+class ForwardTensor:
+    """A tensor of the present forward pass, which copies and pickled models do not have."""
 
-    values: Tensor | None = None
-    has_graph = True  # whether gradients are computed through them
+    value: Tensor | None = None
+    has_graph = True  # whether gradients are computed through it
 
     def __getstate__(self) -> None:
         return None
 
 
-def _mix_values(first: _FirstValues, num_parts: int, module: Any, arguments: Any, output: Tensor) -> Tensor:
+def _mix_values(first: ForwardTensor, num_parts: int, module: Any, arguments: Any, output: Tensor) -> Tensor:
     *others, values = output.chunk(num_parts, dim=-1)
     mix = getattr(module, "value_mix", None)
     if mix is None:
-        first.values, first.has_graph = values, torch.is_grad_enabled()
+        first.value, first.has_graph = values, torch.is_grad_enabled()
         return output
     if torch.is_grad_enabled() and not first.has_graph:
         raise RuntimeError(
@@ -489,7 +489,7 @@ def _mix_values(first: _FirstValues, num_parts: int, module: Any, arguments: Any
             "not compute the gradients of the first layer's values."
         )
     own, other = mix.to(output.dtype)
-    return torch.cat([*others, own * values + other * first.values], dim=-1)
+    return torch.cat([*others, own * values + other * first.value], dim=-1)
 
 
 def _cap(module: Any, arguments: Any, output: Any) -> Any:

@@ -18,6 +18,7 @@ from composer_events.evaluator import Evaluator
 
 _BATCH, _EVAL_BATCH, _LENGTH = "global_train_batch_size", "device_eval_batch_size", "max_seq_len"
 OWN = ("variables", "tokenizer", _BATCH, _EVAL_BATCH, _LENGTH, "fsdp_config", "eval_first", "log_config")
+_SEED = 17  # of recipes without one, so that the recipe in the folder of a run repeats it
 _BOOLEANS = ("eval_first", "log_config")
 _SIZES = (_BATCH, _EVAL_BATCH, _LENGTH)
 GIVEN: Mapping[str, Sequence[str]] = {
@@ -37,7 +38,7 @@ class Plan:
     """
 
     def __init__(self, recipe: Recipe, components: Components) -> None:
-        self.values = recipe.values
+        self.values = {**recipe.values, "seed": recipe.values.get("seed", _SEED)}
         self._recipe = recipe
         self._components = components
         self._plans: dict[str, Any] = {}
