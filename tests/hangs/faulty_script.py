@@ -73,12 +73,17 @@ class Fault(Callback):
         """Get stuck on an event, or at any moment of the main thread after it."""
         if not IS_FAULTY or FAULT == "worker" or state.timestamp.num_batches != BATCH:
             return
-        moment = "batch_checkpoint" if FAULT == "pipe" else AT
+        moment = "batch_checkpoint" if FAULT == "pipe" else AT  # no event if it is `close`
         if event.value == moment:
             get_stuck()
         if event == Event.BATCH_START and moment[0].isdigit():
             signal.signal(signal.SIGALRM, get_stuck)
             signal.setitimer(signal.ITIMER_REAL, float(moment))
+
+    def close(self, state, logger):
+        """Get stuck at the end of the training."""
+        if IS_FAULTY and AT == "close":
+            get_stuck()
 
 
 def main():
@@ -93,7 +98,7 @@ def main():
         num_workers=FAULT == "worker",
         multiprocessing_context="fork" if FAULT == "worker" else None,
     )
-    Trainer(
+    trainer = Trainer(
         model=model,
         train_dataloader=loader,
         max_duration="40ba",
@@ -101,7 +106,10 @@ def main():
         device="cpu",
         progress_bar=False,
         callbacks=Fault(),
-    ).fit()
+    )
+    trainer.fit()
+    if FAULT == "sleep":  # otherwise the end of Python closes it
+        trainer.close()
 
 
 if __name__ == "__main__":

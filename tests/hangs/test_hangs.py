@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from composer_dist.launch.stacks import native
+
 # What the report says of the stuck rank, by fault. A loop and a suspended rank are in `test_hangs_of_nodes.py`.
 CAUSES = {
     "pipe": "stuck: rank 1 is waiting in a save or a load in get_stuck ({script}:",
@@ -61,3 +63,43 @@ def test_the_rank_for_which_another_one_timed_out_is_named(tmp_path, monkeypatch
     assert ended.returncode == 124, ended.stderr
     assert "stuck: rank 1 is waiting in get_stuck" in ended.stderr
     assert "rank 1 (PID" in ended.stderr.partition("failed first")[0].rpartition("composer: error:")[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["sleep", "lock"], ids=["in close", "at the end of Python"])
+def test_a_rank_that_is_stuck_while_callbacks_are_closed_is_named(tmp_path, monkeypatch, fault):
+    monkeypatch.setenv("FAULT_AT", "close")
+    ended = _launch(tmp_path, fault, "--hang-timeout", "3")
+    assert ended.returncode == 124, ended.stderr
+    assert "stuck: rank 1 is waiting in get_stuck" in ended.stderr
+    assert " on close of batch 40." in ended.stderr
+    assert "stuck: rank 0" not in ended.stderr
+
+
+@pytest.mark.slow
+def test_under_torchrun_each_rank_without_progress_prints_its_stack_and_its_last_collective(tmp_path):
+    environ = os.environ | {"COMPOSER_HANG_TIMEOUT": "2", "TORCH_FR_BUFFER_SIZE": "2000", "DIST_TIMEOUT": "10"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    command += [str(SCRIPT), "sleep", "1", "5", str(tmp_path)]
+    ended = subprocess.run(command, env=environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200)
+    assert ended.returncode != 0
+    assert "composer: rank 1 has made no progress after the event batch_end (callbacks)" in ended.stderr
+    assert " in get_stuck" in ended.stderr
+    assert "composer: rank 0 has made no progress" in ended.stderr
+    assert re.search("its last collective is gloo:all_reduce number .*, not done", ended.stderr)
+
+
+def test_native_frames_come_from_py_spy(monkeypatch):
+    folder = Path(sys.executable).parent
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+    code = "print('ready', flush=True); input()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as process:
+        assert process.stdout.readline() == "ready\n"
+        probe = subprocess.run([folder / "py-spy", "dump", "--pid", str(process.pid)], capture_output=True)
+        found = native([process.pid])
+        process.communicate("\n")
+    if probe.returncode:
+        pytest.skip("this system does not let py-spy read other processes")
+    assert "<module> (<string>:1)" in found[process.pid]
+    assert "libc" in found[process.pid]

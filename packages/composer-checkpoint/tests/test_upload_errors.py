@@ -1,14 +1,19 @@
 """Uploads that fail on one rank: an error on all of them, at the next step, and no talk between ranks otherwise."""
 
 import os
+import threading
 import time
+from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as tdist
 
 from composer_checkpoint import CheckpointSaver
+from composer_checkpoint.checkpoint_uploads import CheckpointUploads
 from composer_dist import dist
+from composer_dist.progress import Board, Recorder
 from composer_dist.testing import run_ranks
 from composer_events import Engine, Event, Logger, LoggerDestination, State
 
@@ -125,3 +130,22 @@ def count_talks():
 
 def test_ranks_do_not_talk_while_nothing_is_uploaded(tmp_path):
     assert run_ranks(count_talks, store=tmp_path / "store") == [(0, 0), (0, 0)]
+
+
+def test_a_launcher_sees_progress_during_a_wait_for_uploads_which_has_its_own_timeout(monkeypatch):
+    board, upload = Board(1), Future()
+    monkeypatch.setattr("composer_dist.progress._recorder", Recorder(board.slot(0), rank=0))
+    monkeypatch.setattr("composer_checkpoint.checkpoint_uploads._POLL_S", 0.01)
+
+    def end_after_progress():
+        wait_until(lambda: board.read(0).counter >= 4)
+        uploader.futures.clear()
+        upload.set_result(None)
+
+    uploader = SimpleNamespace(futures=[upload], remote_folder="s3://b", check_workers=lambda: None)
+    thread = threading.Thread(target=end_after_progress)
+    thread.start()
+    CheckpointUploads(uploader, overwrite=True, timeout_s=50).wait()
+    thread.join()
+    assert board.read(0).phase == "start"
+    board.close()

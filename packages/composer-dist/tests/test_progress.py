@@ -74,6 +74,29 @@ def test_time_is_counted_for_the_phase_in_which_it_passed(board, monkeypatch):
     }
 
 
+def test_the_end_of_callbacks_is_recorded_after_a_training_without_errors(board):
+    recorder = Recorder(board.slot(0), rank=0)
+    recorder.enter("before_forward")
+    with recorder.closing():  # of another Trainer, or after an error
+        assert board.read(0).event == "before_forward"
+    recorder.enter("fit_end")
+    assert board.read(0).phase == "checkpoint"  # which includes the last save
+    recorder.leave("fit_end")
+    with recorder.closing():
+        assert (board.read(0).event, board.read(0).phase) == ("close", "checkpoint")
+    assert board.read(0).phase == "between"
+
+
+def test_progress_within_a_phase_changes_neither_phase_nor_event(board):
+    recorder = Recorder(board.slot(0), rank=0)
+    recorder.enter("fit_end")
+    before = board.read(0)
+    recorder.note_progress()
+    after = board.read(0)
+    assert after.counter > before.counter
+    assert (after.event, after.phase, after.is_inside_event) == (before.event, before.phase, True)
+
+
 def test_a_slot_belongs_to_one_living_process(board):
     Recorder(board.slot(0), rank=0)
     code = "import sys; from composer_dist.progress import Recorder; Recorder(sys.argv[1], 0)"

@@ -16,6 +16,7 @@ from composer_checkpoint.remote.upload import RemoteUploader
 from composer_checkpoint.retention import KeptRemotely
 from composer_checkpoint.state import Layout, layout_of, own_file, prefix_dir_of
 from composer_checkpoint.stores.base import is_uri
+from composer_dist.progress import progress_recorder
 from composer_events.formatting import partial_format
 from composer_events.logger import Logger
 from composer_events.state import State
@@ -137,6 +138,8 @@ class CheckpointUploads:
         ranks, deadline = Ranks(), time.monotonic() + self._timeout_s
         while True:  # in short steps: an upload may take longer than the timeout of a collective
             ranks.together(lambda: self._raise_first(deadline))
+            if (recorder := progress_recorder()) is not None:
+                recorder.note_progress()  # the launcher must not end the run before the deadline
             if ranks.all(not self._futures):  # agreed on, so that all ranks leave the loop in the same step
                 return
             wait(self._futures, timeout=max(0.0, min(_POLL_S, deadline - time.monotonic())))

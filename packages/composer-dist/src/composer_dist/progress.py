@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 from composer_dist import flight_recorder
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Generator, Mapping
 
     from composer_time import Timestamp
 
@@ -30,7 +30,7 @@ VARIABLE: Final = "COMPOSER_PROGRESS"
 
 PHASES: Final = ("start", "data", "train", "optimizer", "callbacks", "evaluation", "checkpoint", "between")
 """What a rank does: before the first `fit`; waiting for data; forward and backward pass; the optimizer's step; hooks;
-evaluation or prediction; hooks that save or load; and between two calls of `fit`."""
+evaluation or prediction; hooks that save, load, or end the training; and between two calls of `fit`."""
 
 PARTS: Final = (*PHASES, "backward", "collective")
 """The parts into which a rank's time is divided: the phases, where `'train'` ends with the loss; the backward pass, in
@@ -72,6 +72,7 @@ _AFTER: Final = {
     "after_load": "start",
     "init": "start",
     "fit_end": "between",
+    "close": "between",
     "eval_after_all": "callbacks",
     "eval_standalone_end": "between",
     "predict_end": "between",
@@ -80,7 +81,8 @@ _AFTER: Final = {
 
 def phase_of(event: str, *, is_inside: bool) -> str:
     """Return the phase while the hooks of an event run, or in the work that follows it."""
-    if event.endswith("_checkpoint") and is_inside:
+    # The last save, and the waits for uploads, are in `fit_end` and `close`.
+    if is_inside and (event.endswith("_checkpoint") or event in ("fit_end", "close")):
         return "checkpoint"
     if not is_inside and event in _AFTER:
         return _AFTER[event]
@@ -303,6 +305,23 @@ class Recorder:
         known = self._events[event]
         self._counter += self._counter % 2
         self._write(known[0], known[2], known[3])
+
+    @contextlib.contextmanager
+    def closing(self) -> "Generator[None]":
+        """Return a context that records the end of callbacks and loggers, if it follows a training without errors."""
+        if PHASES[self._phase] != "between":
+            yield
+            return
+        self.enter("close")
+        try:
+            yield
+        finally:
+            self.leave("close")
+
+    def note_progress(self) -> None:
+        """Record progress without a new event, as in a wait that has a timeout of its own."""
+        self._counter += 2
+        self._write(self._event, self._phase, self._part)
 
     def begin_wait(self) -> None:
         """Count the time until `end_wait` as a wait for other ranks; such periods may be nested."""

@@ -42,6 +42,7 @@ class Closer:
     def __init__(self, state: State, logger: Logger) -> None:
         self._state, self._logger = state, logger
         self.is_closed = False
+        self.context: AbstractContextManager[Any] = nullcontext()
         atexit.register(self.close)
 
     def is_done(self) -> bool:
@@ -65,7 +66,8 @@ class Closer:
         global _num_at_work
         _num_at_work += 1
         try:
-            self._close()
+            with self.context:
+                self._close()
         finally:
             _num_at_work -= 1
 

@@ -10,7 +10,8 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,15 +148,20 @@ def run_folder(envs: Mapping[int, Mapping[str, str]]) -> Path | None:
     return None
 
 
-def native(pid: int) -> str:
-    """Return the stacks with native frames if py-spy is installed and may read the process, else nothing."""
+def native(pids: Collection[int]) -> dict[int, str]:
+    """Return the stacks with native frames of the processes that py-spy may read, if it is installed."""
     tool = shutil.which("py-spy")
-    if tool is None:
+    if tool is None or not pids:
+        return {}
+
+    def dump(pid: int) -> str:
+        with suppress(OSError, subprocess.SubprocessError):
+            command = [tool, "dump", "--native", "--pid", str(pid)]
+            return subprocess.run(command, capture_output=True, text=True, timeout=_NATIVE_TIMEOUT_S, check=True).stdout
         return ""
-    with suppress(OSError, subprocess.SubprocessError):
-        command = [tool, "dump", "--native", "--nonblocking", "--pid", str(pid)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=_NATIVE_TIMEOUT_S, check=False).stdout
-    return ""
+
+    with ThreadPoolExecutor(len(pids)) as pool:  # at the same time, since each takes a second
+        return {pid: text for pid, text in zip(pids, pool.map(dump, pids), strict=True) if text}
 
 
 def _await_growth(file: Path, state: str | None) -> None:

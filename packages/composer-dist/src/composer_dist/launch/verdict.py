@@ -227,6 +227,7 @@ def _doing(stack: Stack, progress: RankProgress) -> str:
     activity = {"R": "is running", "D": "waits for a disk or a device"}.get(stack.state or "", "is waiting")
     if stack.waits_for_lock:
         activity = "waits for another thread"
-    what = " in a save or a load" if progress.phase == "checkpoint" else ""
+    is_save = progress.phase == "checkpoint" and progress.event not in ("fit_end", "close")
+    what = " in a save or a load" if is_save else ""
     inner = "" if frame == stack.frames[0] else f", inside {stack.frames[0]}"
     return f"{activity}{what} in {frame}{inner}"

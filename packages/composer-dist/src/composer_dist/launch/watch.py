@@ -412,12 +412,13 @@ class Watch:
     def _texts(self, stacks: Mapping[int, Stack]) -> dict[int, str]:
         """Return the stacks of each rank as text."""
         texts: dict[int, str] = {}
+        frames = native([self._process(local_rank) for local_rank in stacks])
         for local_rank, stack in stacks.items():
             rank, pid = int(self._envs[local_rank]["RANK"]), self._process(local_rank)
             own = stack.text or "(it did not write its stacks)\n"
             texts[rank] = f"\nThe stacks of rank {rank} (PID {pid}):\n{own}"
-            if frames := native(pid):
-                texts[rank] += f"\nThe same with native frames:\n{frames}"
+            if pid in frames:
+                texts[rank] += f"\nThe same with native frames:\n{frames[pid]}"
         return texts
 
     def _tell(self, lines: Sequence[str], texts: Mapping[int, str]) -> None:
