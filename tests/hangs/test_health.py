@@ -16,13 +16,13 @@ from composer_dist import get_free_tcp_port
 from composer_dist.launch import health
 
 SCRIPT = Path(__file__).with_name("watched_script.py")
-TIMEOUT_S = 90
+TIMEOUT_S = 150
 
 
 def get(port, path):
     """Return the status and the text at a path, or `None` if nobody listens."""
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as response:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=TIMEOUT_S) as response:
             return response.status, response.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
@@ -62,7 +62,8 @@ def test_a_client_that_is_lost_prints_nothing(capfd, monkeypatch):
 def test_a_run_is_healthy_then_stuck_then_started_again(tmp_path):
     port = get_free_tcp_port()
     environ = os.environ | {"COMPOSER_RUNS": str(tmp_path / "runs"), "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
-    command = [sys.executable, "-m", "composer_dist.launch", "-n", "2", "--max-restarts", "1", "--hang-timeout", "3"]
+    command = [sys.executable, "-m", "composer_dist.launch", "-n", "2", "--max-restarts", "1"]
+    command += ["--hang-timeout", "3,checkpoint=60"]
     command += ["--shutdown-timeout", "3", "--health-port", str(port), str(SCRIPT), str(tmp_path)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=environ, **pipes) as process:

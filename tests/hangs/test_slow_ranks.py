@@ -58,7 +58,7 @@ def test_ranks_that_are_equally_slow_are_not_named(tmp_path):
 @pytest.mark.slow
 def test_the_time_of_a_run_that_was_started_again_adds_up(tmp_path, capsys):
     began_s = time.time()
-    launch(tmp_path, "hang", 80, "--hang-timeout", "3", "--max-restarts", "1")
+    launch(tmp_path, "hang", 80, "--hang-timeout", "3,checkpoint=60", "--max-restarts", "1")
     ended_s = time.time()
     folder = tmp_path / "runs" / "slow"
     first, second = read_attempts(folder)

@@ -2,7 +2,8 @@
 
 preempted_script.py FOLDER BATCHES
 
-Each rank appends the number and the loss of every batch to FOLDER/losses-rank{rank}.txt, and takes its time.
+Each rank appends the number and the loss of every batch to FOLDER/losses-rank{rank}.txt, and takes its time,
+unless there is a file FOLDER/fast.
 """
 
 import sys
@@ -25,7 +26,8 @@ class WriteLosses(Callback):
         loss = state.total_loss_dict["loss/train/total"].item()
         with open(folder / f"losses-rank{dist.get_global_rank()}.txt", "a") as file:
             file.write(f"{int(state.timestamp.batch)} {loss.hex()}\n")
-        time.sleep(0.05)
+        if not (folder / "fast").exists():
+            time.sleep(0.05)
 
 
 torch.manual_seed(5)

@@ -18,8 +18,8 @@ from composer.utils import dist
 from composer_dist.testing import run_ranks
 
 SCRIPT = Path(__file__).with_name("preempted_script.py")
-START_S = 60  # interpreters that import torch on a busy machine
-LAST = 12  # batches
+START_S = 150  # interpreters that import torch on a busy machine
+LAST = 100  # batches: more than are trained on while the ranks of a busy machine talk
 
 
 class Signalled(Callback):
@@ -35,7 +35,8 @@ class Signalled(Callback):
 
     def batch_end(self, state, logger):
         self.losses.append(state.total_loss_dict["loss/train/total"].item())
-        time.sleep(0.1)  # so that there are batches left while the ranks talk
+        if self.signum and int(state.timestamp.batch) > self.at:
+            time.sleep(0.1)  # so that there are batches left while the ranks talk
 
 
 def train(folder, signum=None, ranks=(), at=2, **settings):
@@ -118,7 +119,7 @@ def test_the_launcher_ends_with_the_status_of_the_signal(tmp_path, whom):
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as launcher:
         try:
             wait_until_it_trains(launcher, tmp_path)
-            os.kill(launcher.pid if whom == "launcher" else process_of_rank(1), signal.SIGTERM)
+            os.kill(launcher.pid if whom == "launcher" else process_of_rank(1, tmp_path), signal.SIGTERM)
             out, err = launcher.communicate(timeout=START_S)
         finally:
             launcher.terminate()
@@ -139,10 +140,12 @@ def wait_until_it_trains(launcher, folder):
         time.sleep(0.1)
 
 
-def process_of_rank(rank):
+def process_of_rank(rank, folder_of_run):
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            is_ours = str(SCRIPT).encode() in (folder / "cmdline").read_bytes()
+            # By the folder of the test, since others run the same script at the same time.
+            arguments = (folder / "cmdline").read_bytes().split(b"\0")
+            is_ours = str(SCRIPT).encode() in arguments and str(folder_of_run).encode() in arguments
             if is_ours and f"RANK={rank}".encode() in (folder / "environ").read_bytes().split(b"\0"):
                 return int(folder.name)
         except OSError:

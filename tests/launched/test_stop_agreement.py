@@ -72,4 +72,4 @@ def test_a_rank_that_has_come_to_its_end_is_waited_for_by_nobody(tmp_path):
     first, second = run_ranks(come_to_the_end_first, store=tmp_path / "store")
     assert first[:2] == (0, False)
     assert second[:2] == (19, False)  # it goes on to its own end
-    assert second[2] < 10
+    assert second[2] < 30  # and not the minute for which it would wait for an answer

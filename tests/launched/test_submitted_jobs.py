@@ -17,8 +17,8 @@ from composer.cli.submit import main
 from composer_dist import get_free_tcp_port
 
 SCRIPT = Path(__file__).with_name("preempted_script.py")
-START_S = 60  # interpreters that import torch on a busy machine
-BATCHES = 60
+START_S = 150  # interpreters that import torch on a busy machine
+BATCHES = 400  # 20 seconds or more, so that a signal arrives before the last one
 
 # Starts the command on the "nodes" 127.0.0.1 and 127.0.0.2, passes SIGUSR1 on, and ends with the highest status.
 SRUN = """
@@ -96,6 +96,7 @@ def test_a_job_that_reaches_its_limit_is_requeued_and_ends_with_the_weights_of_o
         command = f"composer -N 2 -n 1 {SCRIPT} {folder} {BATCHES}"
         arguments = ["--to", "slurm", "--name", name, "--output", folder, "--gpus-per-node", 0]
         assert submit(*arguments, command=command) == 0
+    (runs["whole"] / "fast").touch()
     whole = start(runs["whole"] / "whole.sbatch", number)
     out = whole.communicate(timeout=4 * START_S)[0].decode()
     assert whole.returncode == 0, out
@@ -105,6 +106,7 @@ def test_a_job_that_reaches_its_limit_is_requeued_and_ends_with_the_weights_of_o
     out = cut.communicate(timeout=START_S)[0].decode()
     assert clients.read_text().splitlines()[2:] == [f"scontrol requeue {number}"], out
     assert 3 <= len(losses(runs["cut"])[0]) < BATCHES
+    (runs["cut"] / "fast").touch()
     again = start(runs["cut"] / "cut.sbatch", number)
     out = again.communicate(timeout=4 * START_S)[0].decode()
     assert again.returncode == 0, out

@@ -2,7 +2,7 @@
 
 worker_fault_script.py FAULT FILE
 
-The time of the fault is written to the file.
+The time of the fault is written to the file, after one beside it that says that rank 1 waits for the batch.
 """
 
 import os
@@ -15,13 +15,22 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from composer import Trainer
+from composer import Callback, Trainer
 from composer.models import ComposerModel
 from composer.utils import dist
 
 fault = sys.argv[1]
 is_faulty = dist.get_global_rank() == 1
 FAULTY_SAMPLE = 9  # of the third batch
+waits = Path(sys.argv[2] + "_waits")
+
+
+class Waits(Callback):
+    """Tell the worker that the batches before the faulty one are trained on."""
+
+    def before_dataloader(self, state, logger):
+        if is_faulty and state.timestamp.num_batches == FAULTY_SAMPLE // 4:
+            waits.touch()
 
 
 class Points(Dataset):
@@ -30,7 +39,9 @@ class Points(Dataset):
 
     def __getitem__(self, index):
         if is_faulty and index == FAULTY_SAMPLE:
-            time.sleep(2)  # until the batches before are trained on, and this one is waited for
+            while not waits.exists():
+                time.sleep(0.01)
+            time.sleep(1)  # until the event has ended, and the batch is waited for
             Path(sys.argv[2]).write_text(str(time.time()))
             if fault == "raises":
                 raise ArithmeticError("no point today")
@@ -49,6 +60,7 @@ with Trainer(
     model=model,
     train_dataloader=DataLoader(dataset, batch_size=4, sampler=sampler, num_workers=1, timeout=6),
     max_duration="10ba",
+    callbacks=Waits(),
     optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
     device="cpu",
     progress_bar=False,

@@ -60,7 +60,7 @@ def killed_run(tmp_path):
         yield
         assert living.poll() is None
         again = start(tmp_path, "of_another", waits=False)  # its memory is there still, so this is refused
-        assert "Reused local directory" in again.communicate(timeout=60)[0]
+        assert "Reused local directory" in again.communicate(timeout=180)[0]
     finally:
         for process in started:
             if process.poll() is None:
@@ -74,18 +74,18 @@ def killed_run(tmp_path):
 @pytest.mark.slow
 @pytest.mark.usefixtures("killed_run")
 def test_a_dataset_is_refused_where_a_killed_run_was_until_its_memory_is_cleaned(tmp_path):
-    refused = start(tmp_path, "local", waits=False).communicate(timeout=60)[0]
+    refused = start(tmp_path, "local", waits=False).communicate(timeout=180)[0]
     assert "Reused local directory" in refused
     assert "clean_stale_shared_memory" in refused
     assert clean_stale_shared_memory()
-    assert start(tmp_path, "local", waits=False).communicate(timeout=60)[0].endswith("lines: 20\n")
+    assert start(tmp_path, "local", waits=False).communicate(timeout=180)[0].endswith("lines: 20\n")
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("killed_run")
 def test_the_launcher_cleans_what_a_killed_run_left(tmp_path):
     launched = start(tmp_path, "local", waits=False, launcher=["-m", "composer.cli", "-n", "1"])
-    output = launched.communicate(timeout=120)[0]
+    output = launched.communicate(timeout=180)[0]
     assert launched.returncode == 0, output
     assert "lines: 20" in output
     assert "Deleted shared memory that a killed run left behind" in output

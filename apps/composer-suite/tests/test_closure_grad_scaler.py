@@ -126,7 +126,7 @@ def step_with_an_overflow_on_rank_1(calls):
 
 @pytest.mark.parametrize("calls", [1, 2])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(tmp_path, calls):
-    results = run_ranks(step_with_an_overflow_on_rank_1, calls, store=tmp_path / "store", timeout_s=30)
+    results = run_ranks(step_with_an_overflow_on_rank_1, calls, store=tmp_path / "store")
 
     assert results[0] == results[1] == [(2.0, False, 8.0), (2.0, True, 4.0), (1.0, False, 4.0)]
 

@@ -170,7 +170,7 @@ def evaluate_unevenly():
 
 
 def test_ranks_that_meet_in_each_forward_pass_have_as_many(tmp_path):
-    results = run_ranks(evaluate_unevenly, store=tmp_path / "store", timeout_s=30)
+    results = run_ranks(evaluate_unevenly, store=tmp_path / "store")
 
     # Batches of 3 and 1 microbatches, then of 1 and 3: three forward passes each time, and each sample counts once.
     assert results == [(6, 14), (6, 14)]

@@ -78,7 +78,7 @@ def train(names_of_ranks):
     ],
 )
 def test_losses_are_means_over_the_ranks_that_have_them(tmp_path, of_rank_0, of_rank_1, seen_by_rank_0):
-    seen = run_ranks(train, [of_rank_0, of_rank_1], store=tmp_path / "store", timeout_s=30)
+    seen = run_ranks(train, [of_rank_0, of_rank_1], store=tmp_path / "store")
 
     assert seen[0] == {**seen_by_rank_0, "total": [2, 2, 2]}
     assert seen[1]["total"] == [2, 2, 2]

@@ -127,7 +127,7 @@ def test_the_end_names_the_results_and_the_last_checkpoint_and_the_run_page(make
     )
     ended, saved, page = text.splitlines()[-3:]
     assert re.fullmatch(
-        r"Finished at epoch 2, batch 4, in \d\.\d s: loss [\d.]+, eval/CrossEntropy [\d.]+, "
+        r"Finished at epoch 2, batch 4, in [\d.]+ s: loss [\d.]+, eval/CrossEntropy [\d.]+, "
         r"eval/MulticlassAccuracy [\d.]+",
         ended,
     )

@@ -182,6 +182,6 @@ for _ in range(25):
 """
     (tmp_path / "counter").write_text("0")
     processes = [subprocess.Popen([sys.executable, "-c", lines, str(tmp_path)]) for _ in range(3)]
-    assert [process.wait(timeout=60) for process in processes] == [0, 0, 0]
+    assert [process.wait(timeout=180) for process in processes] == [0, 0, 0]
     assert (tmp_path / "counter").read_text() == "75"
     assert lock_module._holds == {}

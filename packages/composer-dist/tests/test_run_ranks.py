@@ -190,7 +190,7 @@ def test_ranks_end_with_a_process_that_is_killed(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.settimeout(60)
+        listener.settimeout(180)
         port = str(listener.getsockname()[1])
         parent = subprocess.Popen([sys.executable, str(script), port, str(tmp_path / "store")])
         try:
@@ -200,6 +200,6 @@ def test_ranks_end_with_a_process_that_is_killed(tmp_path):
             parent.wait()
     for rank in ranks:
         with rank:
-            rank.settimeout(10)
+            rank.settimeout(60)
             # A connection ends with the process that holds it, also where nobody reaps that process.
             assert rank.recv(1) == b""

@@ -93,7 +93,7 @@ def test_nobody_leaves_before_local_rank_zero_has_finished(tmp_path):
     folder = tmp_path / "signals"
     folder.mkdir()
     (finished, _, listing), (_, left, listing_of_other) = run_ranks(slow_rank_zero, str(folder), store=tmp_path / "s")
-    assert finished <= left < finished + 2  # by one clock; two looks are 0.1 s apart, the rest is for busy machines
+    assert finished <= left < finished + 20  # by one clock; two looks are 0.1 s apart, the rest is for busy machines
     assert listing == listing_of_other == []
 
 

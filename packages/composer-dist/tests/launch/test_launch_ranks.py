@@ -226,14 +226,16 @@ def test_a_process_that_writes_for_ever_does_not_keep_the_launcher(launch, scrip
         f"""
         import subprocess
         if rank == '1':
-            subprocess.Popen('while :; do echo y; done', shell=True, start_new_session={detached})
-            time.sleep(0.5)
+            endless = 'echo y; echo y; touch "$0"; while :; do echo y; done'
+            subprocess.Popen(['sh', '-c', endless, sys.argv[1]], start_new_session={detached})
+            while not os.path.exists(sys.argv[1]):
+                time.sleep(0.01)
         """
     )
     start = time.monotonic()
     try:
-        assert launch("-n", 2, "--stdout", tmp_path / "out_{rank}.log", leave)[0] == 0
-        assert time.monotonic() - start < 20
+        assert launch("-n", 2, "--stdout", tmp_path / "out_{rank}.log", leave, tmp_path / "writes")[0] == 0
+        assert time.monotonic() - start < 120
         assert (tmp_path / "out_1.log").read_text().startswith("y\ny\n")
     finally:
         for entry in Path("/proc").glob("[0-9]*"):
@@ -247,7 +249,7 @@ def test_output_is_copied_while_the_ranks_run(launch, script, tmp_path, tee):
     look = script(
         """
         print('here', flush=True)
-        until = time.monotonic() + 10
+        until = time.monotonic() + 60
         while rank == '0' and 'here' not in (open(sys.argv[1]).read() if os.path.exists(sys.argv[1]) else ''):
             assert time.monotonic() < until
             time.sleep(0.05)
@@ -275,7 +277,7 @@ def test_a_console_that_is_closed_or_full_changes_no_exit_status(script, redirec
     assert subprocess.run(command, shell=True, stderr=subprocess.DEVNULL, timeout=60).returncode == 7
 
 
-def test_an_error_file_tells_the_first_failure_with_its_event(launch, script):
+def test_an_error_file_tells_the_first_failure_with_its_event(launch, script, tmp_path):
     fail = script(
         """
         from composer_dist import error_file
@@ -283,15 +285,16 @@ def test_an_error_file_tells_the_first_failure_with_its_event(launch, script):
         class Failure(RuntimeError):
             event = "after_loss"
         if rank == '0':
-            time.sleep(0.3)
+            while not os.path.exists(sys.argv[1]):
+                time.sleep(0.01)
             raise ValueError('connection closed by peer')
-        # The cause, although this process ends later.
-        import atexit; atexit.register(time.sleep, 1.0)
+        # The cause, although this process ends later: what is registered runs after the error file is written.
+        import atexit; atexit.register(time.sleep, 1.0); atexit.register(lambda: open(sys.argv[1], 'w').close())
         error = Failure('boom'); error.add_note('in MixUp')
         raise error
         """
     )
-    status, out, err = launch("-n", 2, fail)
+    status, out, err = launch("-n", 2, fail, tmp_path / "failed")
     assert status == 1
     assert "Failure: boom during the event after_loss" in out
     last = err[err.index("composer: error: ") :]
@@ -374,8 +377,26 @@ def test_what_a_failed_rank_left_running_is_killed(launch, script, running, deta
 
 
 def test_what_tidies_up_after_a_rank_that_ended_well_is_let_do_so(launch, script, tmp_path):
-    tidy = f"import pathlib, time; time.sleep(0.3); pathlib.Path({str(tmp_path / 'tidy')!r}).touch()"
-    status, _, err = launch("-n", 1, script(f"import subprocess\nsubprocess.Popen([sys.executable, '-c', {tidy!r}])"))
+    tidy = script(
+        """
+        import pathlib
+        rank = os.getppid()
+        pathlib.Path(sys.argv[1]).touch()
+        while os.getppid() == rank:
+            time.sleep(0.01)
+        pathlib.Path(sys.argv[2]).touch()
+        """,
+        "tidy.py",
+    )
+    leave = script(
+        """
+        import subprocess
+        subprocess.Popen([sys.executable, *sys.argv[1:]])
+        while not os.path.exists(sys.argv[2]):  # it has begun, since it is given a second from the end of the ranks
+            time.sleep(0.01)
+        """
+    )
+    status, _, err = launch("-n", 1, leave, tidy, tmp_path / "begun", tmp_path / "tidy")
     assert status == 0
     assert (tmp_path / "tidy").exists()
     assert "killed" not in err

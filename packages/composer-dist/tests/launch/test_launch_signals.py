@@ -1,5 +1,6 @@
 """Signals to launchers that are processes of their own, and what is left of their runs: nothing, seen in /proc."""
 
+import contextlib
 import os
 import signal
 import sys
@@ -46,7 +47,7 @@ def test_a_signal_reaches_every_rank_and_ends_the_launcher_with_its_number(run, 
     signum = getattr(signal, name)
     launcher, folder = run()
     launcher.send_signal(signum)
-    out, _ = launcher.communicate(timeout=30)
+    out, _ = launcher.communicate(timeout=60)
     assert launcher.returncode == 128 + signum
     assert sorted(path.name for path in folder.glob("got-*")) == [f"got-{rank}-{int(signum)}" for rank in range(2)]
     assert f"{'Ctrl-C' if name == 'SIGINT' else name} received; terminating training processes." in out
@@ -59,11 +60,15 @@ def test_on_a_terminal_the_message_of_ctrl_c_has_a_line_of_its_own(run):
     launcher, _ = run(stdout=side, stderr=side)
     os.write(side, b"epoch 1/2 |")
     launcher.send_signal(signal.SIGINT)
-    assert launcher.wait(timeout=30) == 130
+    assert launcher.wait(timeout=60) == 130
     os.close(side)
-    # Not at the start: the ranks may have written before, such as a warning that NumPy is not installed.
-    assert b"epoch 1/2 |\r\nCtrl-C received" in os.read(terminal, 1 << 16)
+    said = b""
+    with contextlib.suppress(OSError):  # the end of it, which may come in parts
+        while part := os.read(terminal, 1 << 16):
+            said += part
     os.close(terminal)
+    # Not at the start: the ranks may have written before, such as a warning that NumPy is not installed.
+    assert b"epoch 1/2 |\r\nCtrl-C received" in said
 
 
 # Stops in order when rank 1 gets a signal; rank 0 has something left to do then.
@@ -88,7 +93,7 @@ def test_ranks_that_stop_in_order_have_not_failed(started, script, tmp_path, wai
     wait_for(lambda: len(list(tmp_path.glob("pid-*"))) == 2)
     wait_for(lambda: (tmp_path / "pid-1").read_text())
     os.kill(int((tmp_path / "pid-1").read_text()), signal.SIGTERM)
-    out, err = launcher.communicate(timeout=30)
+    out, err = launcher.communicate(timeout=60)
     assert launcher.returncode == 143
     assert (tmp_path / "saved").exists()  # nobody ended rank 0 before
     assert ("failed first" in err) is is_fault, out + err
@@ -100,7 +105,7 @@ def test_a_launcher_in_the_background_survives_what_nohup_ignores(run, running):
     time.sleep(0.5)
     assert launcher.poll() is None
     launcher.terminate()
-    launcher.communicate(timeout=30)
+    launcher.communicate(timeout=60)
     assert launcher.returncode == 143
     assert [path.name for path in folder.glob("got-0-*")] == ["got-0-15"]
 
@@ -111,8 +116,8 @@ def test_a_second_interrupt_ends_the_run_at_once(run, running, wait_for):
     wait_for(lambda: len(list(folder.glob("got-*"))) == 2)
     launcher.send_signal(signal.SIGINT)
     start = time.monotonic()
-    launcher.communicate(timeout=30)
-    assert time.monotonic() - start < 10  # and not 30, since interpreters with torch take a while to go
+    launcher.communicate(timeout=60)
+    assert time.monotonic() - start < 25  # and not 30, since interpreters with torch take a while to go
     assert launcher.returncode == 130
     assert not running(str(folder))
 
@@ -138,7 +143,7 @@ def test_another_signal_leaves_ranks_the_time_to_save(started, script, tmp_path,
     launcher.send_signal(first)
     wait_for(lambda: len(list(tmp_path.glob("saving-*"))) == 2)
     launcher.send_signal(second)
-    launcher.communicate(timeout=30)
+    launcher.communicate(timeout=60)
     assert launcher.returncode == 128 + first
     assert len(list(tmp_path.glob("saved-*"))) == 2
 
@@ -146,7 +151,7 @@ def test_another_signal_leaves_ranks_the_time_to_save(started, script, tmp_path,
 def test_ranks_that_do_not_end_after_a_signal_are_killed(run, running):
     launcher, folder = run("stay", "--shutdown_timeout", 1)
     launcher.terminate()
-    launcher.communicate(timeout=30)
+    launcher.communicate(timeout=60)
     assert launcher.returncode == 143
     assert not running(str(folder))
 
@@ -155,8 +160,8 @@ def test_nothing_outlives_a_launcher_that_is_killed(run, running, wait_for):
     launcher, folder = run("stay")
     assert len(running(str(folder))) == 5  # the launcher, two ranks, and the process that each of them started
     launcher.kill()
-    wait_for(lambda: not running(str(folder)), timeout_s=10)
-    _, err = launcher.communicate(timeout=10)
+    wait_for(lambda: not running(str(folder)), timeout_s=40)
+    _, err = launcher.communicate(timeout=60)
     assert f"the launcher (PID {launcher.pid}) is gone" in err
     assert not running(f"\0{launcher.pid}\0")  # the guardian, which was told whom it guards
 
@@ -166,7 +171,7 @@ def test_a_killed_rank_is_named_and_ends_the_run(run, running, wait_for):
     ranks = [pid for pid in running(str(folder)) if b"LOCAL_RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()]
     second = min(ranks)  # the other is the process that it started
     os.kill(second, signal.SIGKILL)
-    _, err = launcher.communicate(timeout=10)
+    _, err = launcher.communicate(timeout=60)
     assert launcher.returncode == 137
     assert f"rank 1 (PID {second}) failed first" in err
     assert "out of memory" in err
@@ -178,11 +183,11 @@ def test_a_launch_within_a_launch_ends_with_the_outer_one(started, script, tmp_p
     outer = started("-n", 1, "-m", "composer_dist.launch", "-n", 1, inner)
     wait_for(lambda: (tmp_path / "ready").exists())
     outer.kill()
-    wait_for(lambda: not running(inner), timeout_s=10)
+    wait_for(lambda: not running(inner), timeout_s=40)
 
 
 def test_the_command_answers_by_its_name(started):
-    out, _ = started("--version").communicate(timeout=30)
+    out, _ = started("--version").communicate(timeout=60)
     assert out.startswith("MosaicML Composer ")
     assert out.count("\n") == 1
     assert sys.version_info >= (3, 11)

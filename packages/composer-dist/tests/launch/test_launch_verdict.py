@@ -205,7 +205,7 @@ def test_the_store_is_connected_again_after_an_error():
 
 def test_a_node_that_was_not_read_for_some_time_is_not_silent_because_of_that(monkeypatch):
     monkeypatch.setattr("composer_dist.launch.nodes._BEAT_S", 0.02)
-    monkeypatch.setattr("composer_dist.launch.nodes._SILENT_S", 0.5)
+    monkeypatch.setattr("composer_dist.launch.nodes._SILENT_S", 2.0)
     store = HashStore()
     first, second = made = [Nodes(lambda: store, [rank], 2, "0") for rank in range(2)]
     second.tell({"is_over": False})
