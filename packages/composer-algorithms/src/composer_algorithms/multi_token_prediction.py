@@ -260,6 +260,7 @@ def _split(
     if not module.training:
         return output
     size = output.shape[0] // (num_heads + 1)
-    of_heads = output[size:]
+    # One split joins both gradients in one pass; unlike `split`, it lets models change their logits in place.
+    own, of_heads = output.unsafe_split_with_sizes([size, num_heads * size])
     kept.value = of_heads if cap is None else torch.tanh(of_heads / cap) * cap
-    return output[:size]
+    return own
