@@ -46,7 +46,7 @@ a ratio are measured in turns. Most ratios are the median over pairs of turns, s
 the two times in the same row. "Met" is whether the measurement is within the budget of its script.
 
 The rows "step with ..." measure one short round of each speed-up method, in processor time on one thread.
-[The table of methods](algorithms/README.md) has seven rounds; use that one to compare methods.
+[The table of methods](algorithms/README.md) has five rounds; use that one to compare methods.
 
 Machine: {machine}.
 
