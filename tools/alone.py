@@ -125,7 +125,8 @@ class Bench:
         collected = environment.python(*pytest, "--collect-only", tests, check=False)
         if collected.returncode:
             return False, said + collected.stdout
-        of_ranks = [file for file in (run.folder / "tests").rglob("test_*.py") if "run_ranks(" in file.read_text()]
+        files = (run.folder / "tests").rglob("test_*.py")
+        of_ranks = [file for file in files if file.parent.name == "launch" or "run_ranks(" in file.read_text()]
         options = ["-m", "not slow", "-k", run.chosen, *(f"--ignore={file}" for file in of_ranks)]
         tested = environment.python(*pytest, *options, tests, check=False)
         return tested.returncode == 0, said + tested.stdout

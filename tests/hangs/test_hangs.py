@@ -4,8 +4,10 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from composer_dist.launch.stacks import native
@@ -81,12 +83,24 @@ def test_under_torchrun_each_rank_without_progress_prints_its_stack_and_its_last
     environ = os.environ | {"COMPOSER_HANG_TIMEOUT": "2", "TORCH_FR_BUFFER_SIZE": "2000", "DIST_TIMEOUT": "10"}
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     command += [str(SCRIPT), "sleep", "1", "5", str(tmp_path)]
-    ended = subprocess.run(command, env=environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200)
-    assert ended.returncode != 0
-    assert "composer: rank 1 has made no progress after the event batch_end (callbacks)" in ended.stderr
-    assert " in get_stuck" in ended.stderr
-    assert "composer: rank 0 has made no progress" in ended.stderr
-    assert re.search("its last collective is gloo:all_reduce number .*, not done", ended.stderr)
+    said, deadline_s = tmp_path / "said", time.monotonic() + 150
+    expected = (
+        r"composer: rank 1 has made no progress after the event batch_end \(callbacks\)",
+        " in get_stuck",
+        "composer: rank 0 has made no progress",
+        "its last collective is gloo:all_reduce number .*, not done",
+    )
+    with said.open("w") as out:
+        started = subprocess.Popen(command, env=environ | {"OMP_NUM_THREADS": "1"}, stdout=out, stderr=out)
+    try:  # torchrun itself would wait for half a minute until it kills the rank that is stuck
+        while not all(re.search(each, said.read_text()) for each in expected):
+            assert time.monotonic() < deadline_s, said.read_text()
+            assert started.poll() is None, said.read_text()
+            time.sleep(0.1)
+    finally:
+        for process in psutil.Process(started.pid).children(recursive=True):
+            process.kill()
+        assert started.wait(timeout=60) != 0
 
 
 def test_native_frames_come_from_py_spy(monkeypatch):
