@@ -39,18 +39,19 @@ def last_update(param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> 
 
 
 def _update_factor(grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
-    """Return the factor of each element of Adam's update, from the moments after the step."""
+    """Return the factor of Adam's update, of its shape or a scalar, from the moments after the step."""
     mean, square = state["exp_avg"], state["exp_avg_sq"]
-    factor = torch.ones_like(mean)
-    if group["cautious_updates"]:
-        agrees = mean * grad < 0 if group["maximize"] else mean * grad > 0
-        # Of a sharded tensor, this counts elements of the whole tensor.
-        factor = factor * agrees * (agrees.numel() / (agrees.sum() + 1))
+    factor: Any = 1.0
     if group["clip_updates"]:
         dtype = torch.promote_types(square.dtype, torch.float32)
         unbiased = square.to(dtype) / (1 - group["betas"][1] ** state["step"])
-        rms = (grad.to(dtype).square() / unbiased.clamp(min=group["eps"] ** 2)).mean().sqrt()
-        factor = factor / rms.clamp(min=1)
+        ratios = grad.to(dtype).square().div_(unbiased.clamp_(min=group["eps"] ** 2))
+        # The update of a skipped step is 0, but its gradient may be NaN.
+        factor = ratios.mean().sqrt().clamp(min=1).reciprocal().nan_to_num(0.0)
+    if group["cautious_updates"]:
+        agrees = mean * grad < 0 if group["maximize"] else mean * grad > 0
+        # Of a sharded tensor, this counts elements of the whole tensor.
+        factor = agrees * (factor * agrees.numel() / (agrees.sum() + 1))
     return factor.to(mean.dtype)
 
 
@@ -233,8 +234,7 @@ class DecoupledAdamW(Decoupled, AdamW):
         updates = [torch.zeros_like(param) for param in params]
         self.adamw(updates, *lists, **{**options, "weight_decay": 0.0})
         for param, update, grad, state in zip(params, updates, lists[0], states, strict=True):
-            # The updates of a skipped step are 0, but its gradients, and with them the factor, may be NaN.
-            param.addcmul_(update, _update_factor(grad, state, group).nan_to_num_(0.0))
+            param.addcmul_(update, _update_factor(grad, state, group))
 
     @staticmethod
     def adamw(
