@@ -12,6 +12,8 @@ import torch.distributed as tdist
 
 from composer_checkpoint import CheckpointSaver
 from composer_checkpoint.checkpoint_uploads import CheckpointUploads
+from composer_checkpoint.remote.logger import RemoteUploaderDownloader
+from composer_checkpoint.remote.upload import RemoteUploader
 from composer_dist import dist
 from composer_dist.progress import Board, Recorder
 from composer_dist.testing import run_ranks
@@ -132,10 +134,18 @@ def test_ranks_do_not_talk_while_nothing_is_uploaded(tmp_path):
     assert run_ranks(count_talks, store=tmp_path / "store") == [(0, 0), (0, 0)]
 
 
-def test_a_launcher_sees_progress_during_a_wait_for_uploads_which_has_its_own_timeout(monkeypatch):
+WAITS = {
+    "checkpoint_uploads": lambda uploader: CheckpointUploads(uploader, overwrite=True, timeout_s=50).wait(),
+    "remote.logger": lambda uploader: RemoteUploaderDownloader.fit_end(SimpleNamespace(_uploader=uploader), None, None),
+    "remote.upload": RemoteUploader.wait,
+}
+
+
+@pytest.mark.parametrize("module", WAITS)
+def test_a_launcher_sees_progress_during_a_wait_for_uploads(monkeypatch, module):
     board, upload = Board(1), Future()
     monkeypatch.setattr("composer_dist.progress._recorder", Recorder(board.slot(0), rank=0))
-    monkeypatch.setattr("composer_checkpoint.checkpoint_uploads._POLL_S", 0.01)
+    monkeypatch.setattr(f"composer_checkpoint.{module}._POLL_S", 0.01)
 
     def end_after_progress():
         wait_until(lambda: board.read(0).counter >= 4)
@@ -145,7 +155,7 @@ def test_a_launcher_sees_progress_during_a_wait_for_uploads_which_has_its_own_ti
     uploader = SimpleNamespace(futures=[upload], remote_folder="s3://b", check_workers=lambda: None)
     thread = threading.Thread(target=end_after_progress)
     thread.start()
-    CheckpointUploads(uploader, overwrite=True, timeout_s=50).wait()
+    WAITS[module](uploader)
     thread.join()
     assert board.read(0).phase == "start"
     board.close()

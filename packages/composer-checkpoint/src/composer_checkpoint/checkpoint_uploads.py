@@ -49,7 +49,7 @@ def template_of_run(state: State, name: PartialFilePath | None) -> str | None:
     return None if name is None else partial_format(within_folder(state, name.filename), run_name=state.run_name)
 
 
-_POLL_S = 30.0
+_POLL_S = 2.0
 # The state of a rank's uploads. All ranks act on the lowest value of any rank.
 _HAS_ENDED, _UNDER_WAY, _NOTHING = range(3)
 

@@ -319,9 +319,10 @@ class Recorder:
             self.leave("close")
 
     def note_progress(self) -> None:
-        """Record progress without a new event, as in a wait that has a timeout of its own."""
-        self._counter += 2
-        self._write(self._event, self._phase, self._part)
+        """Record progress without a new event, as in a wait for uploads, which may take long."""
+        if threading.get_ident() == self._thread:
+            self._counter += 2
+            self._write(self._event, self._phase, self._part)
 
     def begin_wait(self) -> None:
         """Count the time until `end_wait` as a wait for other ranks; such periods may be nested."""

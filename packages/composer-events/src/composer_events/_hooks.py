@@ -42,7 +42,7 @@ class Closer:
     def __init__(self, state: State, logger: Logger) -> None:
         self._state, self._logger = state, logger
         self.is_closed = False
-        self.context: AbstractContextManager[Any] = nullcontext()
+        self.context: Callable[[], AbstractContextManager[Any]] = nullcontext
         atexit.register(self.close)
 
     def is_done(self) -> bool:
@@ -66,7 +66,7 @@ class Closer:
         global _num_at_work
         _num_at_work += 1
         try:
-            with self.context:
+            with self.context():
                 self._close()
         finally:
             _num_at_work -= 1

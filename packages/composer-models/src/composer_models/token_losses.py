@@ -123,7 +123,7 @@ def check_kernel(kernel: str, label_smoothing: float = 0.0, device: torch.device
     # With this variable, Triton interprets kernels on CPUs, which serves tests.
     if device is not None and device.type in ("cpu", "mps") and "TRITON_INTERPRET" not in os.environ:
         raise ValueError(
-            f"kernel='liger' runs on GPUs, and the model is on the device {device.type!r}. Use kernel='torch'."
+            f"kernel='liger' runs on GPUs, and the tensors are on {device.type!r}. Use kernel='torch'."
         )
     _liger()
 

@@ -27,7 +27,7 @@ class RecordedEngine(Engine):
     def __init__(self, state: State, logger: Logger, algorithm_passes: Any, recorder: Recorder) -> None:
         super().__init__(state, logger, algorithm_passes)
         self._recorder = recorder
-        self._closer.context = recorder.closing()
+        self._closer.context = recorder.closing
 
     def run_event(self, event: Event | str) -> Traces:
         """Run the event, and record when its hooks begin and end."""

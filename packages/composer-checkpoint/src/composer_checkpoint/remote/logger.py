@@ -21,6 +21,7 @@ from composer_checkpoint.stores.opening import (
     probe_name,
     validate_credentials,
 )
+from composer_dist.progress import progress_recorder
 from composer_events.arguments import check_counts, check_flags, check_mappings, check_places, check_texts
 from composer_events.formatting import OF_RUN, check_placeholders, format_name_with_dist, partial_format
 from composer_events.logger import Logger
@@ -226,6 +227,8 @@ class RemoteUploaderDownloader(LoggerDestination):
             if ranks.all(not uploader.futures):
                 return
             wait(uploader.futures, timeout=_POLL_S)  # a rank without uploads waits in the next collective
+            if (recorder := progress_recorder()) is not None:
+                recorder.note_progress()  # the launcher must not end the run before the uploads
 
     eval_standalone_end = predict_end = fit_end
 

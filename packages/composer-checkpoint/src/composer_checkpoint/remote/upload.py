@@ -9,7 +9,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -22,6 +22,7 @@ from composer_checkpoint.stores.base import ObjectStore, ObjectStoreTransientErr
 from composer_checkpoint.stores.databricks import MLFlowObjectStore
 from composer_checkpoint.stores.opening import open_store, probe_name, validate_credentials
 from composer_dist.env import get_global_rank, get_local_rank
+from composer_dist.progress import progress_recorder
 from composer_events.arguments import check_counts
 
 
@@ -38,6 +39,7 @@ log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
 _LOOK_AGAIN_S = 1.0
+_POLL_S = 2.0
 _STAGGER_VARIABLE = "COMPOSER_LOCAL_RANK_STAGGER_SECONDS"
 
 
@@ -263,7 +265,11 @@ class RemoteUploader:
         """Wait for all uploads, forget them, and raise the first error."""
         waiting, self.futures = self.futures, []
         for future in waiting:
-            future.exception()  # waits without raising, so that all uploads end first
+            while not future.done():
+                wait([future], timeout=_POLL_S)
+                if (recorder := progress_recorder()) is not None:
+                    recorder.note_progress()  # the launcher must not end the run before the uploads
+            future.exception()  # does not raise it, so that all uploads end first
         _raise_first(waiting)
 
     def wait_and_close(self) -> None:
