@@ -49,6 +49,6 @@ def test_a_device_without_the_kernel_is_refused_when_training_begins(monkeypatch
         device="cpu",
         progress_bar=False,
     ) as trainer:
-        with pytest.raises(ValueError, match="kernel='liger' runs on GPUs, and the model is on the device 'cpu'"):
+        with pytest.raises(ValueError, match="kernel='liger' runs on GPUs; got tensors on 'cpu'"):
             trainer.fit()
         assert trainer.state.timestamp.batch == 0

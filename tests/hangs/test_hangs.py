@@ -103,9 +103,11 @@ def test_under_torchrun_each_rank_without_progress_prints_its_stack_and_its_last
         assert started.wait(timeout=60) != 0
 
 
+@pytest.mark.skipif(not Path(sys.executable).with_name("py-spy").exists(), reason="py-spy is not installed")
 def test_native_frames_come_from_py_spy(monkeypatch):
     folder = Path(sys.executable).parent
     monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+    monkeypatch.setattr("composer_dist.launch.stacks._NATIVE_TIMEOUT_S", 60.0)
     code = "print('ready', flush=True); input()"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", code], **pipes) as process:

@@ -105,7 +105,7 @@ class FusedCrossEntropy(Method):
         MissingConditionalImportError: If `kernel` is `'liger'` and liger-kernel is not installed.
         ValueError: If `label_smoothing` is out of range or cannot be combined with `kernel`; on INIT, if
             `LabelSmoothing` or `MultiTokenPrediction` is there too, and see `apply_fused_cross_entropy`; on FIT_START,
-            if a metric of training needs logits, or `kernel` does not run on the device.
+            if a metric of training needs logits; in the first batch, if `kernel` does not run on the device.
 
     Example:
         >>> FusedCrossEntropy()
@@ -134,15 +134,12 @@ class FusedCrossEntropy(Method):
         check_kernel(self.kernel, self.label_smoothing)
 
     def apply(self, event: Event, state: State, logger: Logger | None) -> None:
-        """Change the model and log the number of output layers, or validate the device and the metrics of training."""
-        from composer_models.token_losses import check_kernel  # loads torch.distributed.tensor
-
+        """Change the model and log the number of output layers, or validate the metrics of training."""
         refuse_conflicts(self, state)  # on FIT_START as well, since a checkpoint may bring algorithms
         if event == Event.INIT:
             count = apply_fused_cross_entropy(state.model, self.label_smoothing, self.kernel)
             report(_log, logger, {"fused_cross_entropy/num_output_layers": count})
             return
-        check_kernel(self.kernel, self.label_smoothing, next(state.model.parameters()).device)
         metrics: Mapping[str, Any] = state.train_metrics or {}
         if unfit := [name for name, metric in metrics.items() if not getattr(metric, "accepts_token_losses", False)]:
             raise ValueError(

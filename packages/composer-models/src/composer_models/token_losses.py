@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from collections.abc import Iterator
 from functools import cache
 from importlib.metadata import version
@@ -122,9 +123,7 @@ def check_kernel(kernel: str, label_smoothing: float = 0.0, device: torch.device
         )
     # With this variable, Triton interprets kernels on CPUs, which serves tests.
     if device is not None and device.type in ("cpu", "mps") and "TRITON_INTERPRET" not in os.environ:
-        raise ValueError(
-            f"kernel='liger' runs on GPUs, and the tensors are on {device.type!r}. Use kernel='torch'."
-        )
+        raise ValueError(f"kernel='liger' runs on GPUs; got tensors on {device.type!r}. Use kernel='torch'.")
     _liger()
 
 
@@ -135,10 +134,11 @@ _installed_version = cache(version)  # which reads files
 def _liger() -> Any:
     try:
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss  # the extra `liger`
-    except ImportError as error:
+
+        installed = _installed_version("liger-kernel")
+    except ImportError as error:  # or PackageNotFoundError
         raise MissingConditionalImportError("liger", "liger-kernel", distribution="composer-models") from error
-    installed = _installed_version("liger-kernel")
-    if tuple(map(int, installed.split(".")[:3])) < (0, 8, 2):
+    if [int(number) for number in re.findall(r"\d+", installed)[:3]] < [0, 8, 2]:
         raise ValueError(
             f"kernel='liger' needs liger-kernel 0.8.2 or later, whose gradients are right where tokens have weights; "
             f"got {installed}. Run `pip install 'composer-models[liger]'`."
@@ -214,6 +214,9 @@ def _liger_statistics(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, softcap: float | None
 ) -> Tensor:
     """Compute the statistics from the cross entropy of each token and single logits, all with gradients."""
+
+    # Here and not when training begins: with offloading, the weights are on the CPU until they are used.
+    check_kernel("liger", device=hidden.device)
 
     def logits_of(classes: Tensor) -> Tensor:
         logits = (hidden * F.embedding(classes, weight)).sum(dim=-1, dtype=dtype)
