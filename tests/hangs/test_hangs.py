@@ -103,7 +103,6 @@ def test_under_torchrun_each_rank_without_progress_prints_its_stack_and_its_last
         assert started.wait(timeout=60) != 0
 
 
-@pytest.mark.skipif(not Path(sys.executable).with_name("py-spy").exists(), reason="py-spy is not installed")
 def test_native_frames_come_from_py_spy(monkeypatch):
     folder = Path(sys.executable).parent
     monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)

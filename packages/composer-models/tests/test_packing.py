@@ -239,11 +239,8 @@ def test_a_model_that_does_not_separate_documents_is_refused(model):
 
     with pytest.raises(ValueError, match="packed documents affect each other in this GPT: the first changes"):
         packed_data_spec([], Unmasked(SETTINGS))
-    with pytest.raises(ValueError, match="packed documents affect each other"):
-        packed_data_spec([], Unmasked({**SETTINGS, "max_seq_len": 3}))
     model.train()
     packed_data_spec([], model)
-    packed_data_spec([], ComposerGPT({**SETTINGS, "max_seq_len": 3}))
     assert model.training
     packed_data_spec([], ComposerGPT({**SETTINGS, "device": "meta"}))
 

@@ -373,8 +373,8 @@ def packed_data_spec(dataloader: Iterable[Any], model: nn.Module, **settings: An
     """Describe a dataloader of packed batches, for a model that keeps the documents apart.
 
     Tokens are counted without padding, and those that enter the loss by themselves, so that
-    `accumulate_train_batch_on_tokens=True` weights each token equally. The model is run once, on three short
-    sequences: an error is raised if its outputs for one document depend on another one. A model on the meta device, or
+    `accumulate_train_batch_on_tokens=True` weights each token equally. The model is run once, on three sequences of six
+    tokens: an error is raised if its outputs for one document depend on another one. A model on the meta device, or
     with flash attention and not on a GPU, cannot be run and is not checked.
 
     Args:
@@ -422,12 +422,11 @@ def _leak(model: nn.Module) -> float:
     """Return how much a document depends on the one before it, relative to its own first token; 0 if not at all."""
     weight = next(model.parameters(), torch.empty(0))
     # The second row differs from the first in the first document, the third row in the second document.
-    # Documents of one and two tokens, the fewest that show an effect, since the model may be for short sequences.
-    rows = torch.tensor([[0, 0, 1], [1, 0, 1], [0, 1, 1]], device=weight.device)
-    positions = torch.tensor([0, 0, 1], device=weight.device).expand(3, -1)
+    rows = torch.tensor([[0, 1, 1, 0, 1, 1], [1, 0, 0, 0, 1, 1], [0, 1, 1, 1, 1, 1]], device=weight.device)
+    positions = torch.tensor([0, 1, 2, 0, 1, 2], device=weight.device).expand(3, -1)
     with torch.no_grad(), model_eval_mode(model):
         outputs: Any = model({"input_ids": rows, "labels": rows, "position_ids": positions})
-    logits = (outputs["logits"] if isinstance(outputs, Mapping) else outputs)[:, 1:].float()
+    logits = (outputs["logits"] if isinstance(outputs, Mapping) else outputs)[:, 3:].float()
     from_before = (logits[1] - logits[0]).abs().max().item()
     own = (logits[2] - logits[0]).abs().max().item()
     if own and not (logits[2] - logits[0])[1:].any():  # only the first token itself differs

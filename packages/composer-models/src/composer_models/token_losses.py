@@ -75,8 +75,8 @@ def linear_cross_entropy(
         label_smoothing: As in `cross_entropy`, in [0, 1].
         z_loss: Factor of the mean of `log_z^2`, which is added to the loss.
         softcap: Bound of the logits, above 0: `softcap * tanh(logits / softcap)`.
-        kernel: `'torch'` computes the chunks with PyTorch on any device, `'liger'` with the Triton kernel of
-            liger-kernel, on GPUs, in float32, and without `label_smoothing`.
+        kernel: `'torch'` computes the chunks with PyTorch on any device. `'liger'` uses the Triton kernel of
+            liger-kernel, on GPUs and without `label_smoothing`; it accumulates in float32.
 
     Returns:
         The loss and values of each token. The loss is NaN if no token counts, or if a target is not a class of a
